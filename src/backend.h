@@ -1,0 +1,187 @@
+/* Seam: one rank's memory and arithmetic. A table of ops, chosen at start by --device; every member is required.
+ *
+ * Every tensor an op takes lives in the backend's memory. Calls enqueue on `stream`; only download, sync and laps wait.
+ * Row counts live there too (tensor.used): an op launches for `rows` and touches the rows used. The dtype of the
+ * activations is the backend's: F32 on the CPU, BF16 on a GPU (`activation`); sums are always fp32.
+ * A row's result never depends on how many rows share a call, nor on its place among them. */
+#ifndef EPOCH_BACKEND_H
+#define EPOCH_BACKEND_H
+
+#include "src/base/counters.h"
+#include "src/base/status.h"
+#include "src/base/sum_tree.h"
+#include "src/base/tensor.h"
+#include "src/slot.h"
+
+/* The sequences in flight on this rank. */
+typedef struct slots {
+    tensor slot;    /* U8 [slot_count, sizeof(slot)] */
+    tensor token;   /* I32 [slot_count, max_blocks * B]: prompt, then masks and committed tokens */
+    tensor page;    /* I32 [slot_count, max_blocks]: the KV page of each block */
+    tensor report;  /* U8 [slot_count, sizeof(slot_report)] */
+    int32_t slot_count, max_blocks;
+} slots;
+
+/* Keys and values of all layers: page p of layer l is rows [(l * page_count + p) * B, + B). Keys after norm and rotary. */
+typedef struct kv_pool {
+    tensor k, v;    /* [layers * page_count * B, kv_heads * head_dim] */
+    int32_t page_count;
+} kv_pool;
+
+enum row_role { ROW_SEALING, ROW_LIVE, ROW_NEW, ROW_STABLE }; /* sealing: prefill or the block before a cold one */
+
+/* One query block of a forward. */
+typedef struct span {
+    int32_t slot, block;    /* queries of `block` see the keys of blocks 0 .. block */
+    int32_t row;            /* its first row of the batch; it has B rows */
+    int32_t sealing;
+} span;
+
+/* The rows of one forward, written by the op `rows`. Spans, and so rows, are in slot order, a sealed block before the
+ * active one. The lists hold ascending row numbers of the batch. */
+typedef struct batch {
+    tensor token;    /* I32 [rows, 1], used: row_count */
+    tensor position; /* I32 [rows, 1], used: row_count; from 0 of the sequence */
+    tensor slot;     /* I32 [rows, 1], used: row_count */
+    tensor role;     /* I32 [rows, 1], used: row_count; row_role */
+    tensor span;     /* I32 [spans, 4], used: span_count; struct span */
+    tensor fresh;    /* I32 [rows, 1], used: fresh_count; rows dispatched to routed experts, sealing rows among them (all
+                        rows with block_rule.dense_lane) */
+    tensor live;     /* I32 [rows, 1], used: live_count */
+    tensor count;    /* I32 [4, 1]: row_count, span_count, fresh_count, live_count; what the `used` above point at */
+} batch;
+
+typedef struct attention_rule {
+    int32_t heads, kv_heads, head_dim, rotary_dim;
+    float theta, eps;
+    bool qk_norm;
+    int32_t block_size;
+} attention_rule;
+
+typedef struct route_rule {
+    int32_t experts, top_k;
+    int32_t groups, top_groups; /* 1, 1: no group limit */
+    float scale;                /* routed_scaling_factor */
+    bool normalise;
+} route_rule;
+
+/* Expert Atlas. All fp32. */
+typedef struct atlas_rule {
+    int32_t extra;        /* m: candidates beyond top_k */
+    float coverage;       /* alpha */
+    float covered_share;  /* q */
+    float mass_weight;    /* beta */
+    int32_t budget;       /* B */
+    int32_t repair_step;  /* c */
+} atlas_rule;
+
+/* What one layer did for one cohort in one forward (active-block rows of hot iterations; cold: distinct only). */
+typedef struct layer_log {
+    int32_t fresh;        /* fresh rows of active blocks routed */
+    int32_t distinct;     /* different experts they were routed to */
+    int32_t support;      /* |S_l| they were routed with; experts where unrestricted */
+    int32_t tested, under; /* rows tested for coverage before any rebuild, and of them below the floor */
+    int32_t rebuilt;      /* 1: coverage failed and the support was rebuilt at once */
+    int32_t updated;      /* 1: rebuilt by count, or built in the cold iteration */
+    int32_t universe;     /* 1: this layer routes over all experts because construction could not reach q */
+    float covered;        /* sum over tested rows of C_t(S) / sum of the unrestricted top-k scores */
+    int32_t rounds;       /* repair rounds of the construction in this forward */
+} layer_log;
+
+/* The supports of all plans. Built in the backend, never seen by the host but through layer_log. */
+typedef struct plans {
+    tensor support;  /* I32 [layers * cohort_count, words + 1]: ceil(experts / 32) words of the bit mask S_l, then a flag:
+                        0 none built (routes over all), 1 S_l holds, 2 universe fallback until the next update */
+    tensor log;      /* U8 [layers * cohort_count, sizeof(layer_log)]; row layer * cohort_count + cohort */
+    int32_t cohort_count, layers; /* sparse layers, counted from 0 */
+} plans;
+
+/* One rank's share of a layer's experts. */
+typedef struct expert_set {
+    tensor gate_up;       /* [count * 2I, H]: of each expert I gate rows, then I up rows */
+    tensor down;          /* [count * H, I] */
+    int32_t first, count; /* experts [first, first + count) */
+    int32_t inner;        /* I */
+    const sum_tree *tree; /* order of sums */
+    int32_t rank;         /* whose units */
+} expert_set;
+
+typedef struct head_best { /* of one live row */
+    int32_t id;           /* argmax of the logits, the mask id never chosen; ties: the lower id */
+    float probability;    /* of id: fp32 softmax over the whole vocabulary, the mask id included */
+    float top, second;    /* the best and the runner-up logit (mask id excluded) */
+} head_best;
+
+typedef struct backend {
+    const char *name;
+    void *stream, *self;  /* stream: cudaStream_t; NULL on the CPU */
+    dtype activation;     /* F32 or BF16 */
+
+    /* memory and time */
+    status (*reserve)(struct backend *b, void **slab, size_t bytes); /* zeroed; once per arena */
+    void (*release)(struct backend *b, void *slab);
+    /* dst[all rows, contiguous in src as `from`] converted to dst's dtype (F32, F16, BF16 among each other; I32 and U8
+     * as they are). src is host memory and may be reused on return. */
+    status (*upload)(struct backend *b, const tensor *dst, const void *src, dtype from);
+    status (*download)(struct backend *b, void *dst, const tensor *src); /* all rows, contiguous, src's dtype */
+    status (*sync)(struct backend *b);
+    status (*mark)(struct backend *b, phase p);              /* the work since the last mark was p's */
+    status (*laps)(struct backend *b, double seconds[PHASES]); /* adds up the marks since the last call, then forgets them */
+
+    /* the life of blocks */
+    /* Chooses every slot's path, starts blocks whose cohort is ready, lays out the rows of this forward, and for each
+     * slot sets path, cause, filling, fresh. Clears plans' log, and the support flags of cohorts that go cold. */
+    status (*rows)(struct backend *b, batch *out, slots *s, plans *p, const block_rule *r);
+    /* Applies the decision rule to every refining slot: best[i] belongs to batch.live[i]. Writes tokens, advances slots
+     * (end of block, EOS and length test, next block's masks), folds plans' log into block stats, writes reports. */
+    status (*commit)(struct backend *b, slots *s, const tensor *best, const batch *in, const plans *p, const block_rule *r);
+
+    /* dense */
+    status (*embed)(struct backend *b, tensor *y, const tensor *table, const tensor *ids);  /* y[i] = table[ids[i]] */
+    status (*matmul)(struct backend *b, tensor *y, const tensor *x, const tensor *w);       /* y[n,o] = x[n,i] w[o,i]^T */
+    status (*add)(struct backend *b, tensor *y, const tensor *x);                           /* y += x */
+    status (*norm)(struct backend *b, tensor *y, const tensor *x, const tensor *w, float eps); /* RMSNorm; w F32 [1, H] */
+    status (*swiglu)(struct backend *b, tensor *y, const tensor *gate_up); /* y[n,I] = silu(gu[n,0:I]) * gu[n,I:2I] */
+
+    /* attention */
+    /* qkv [rows, (heads + 2 kv_heads) head_dim]: norms and rotates q in place; norms and rotates k, and writes k and v
+     * into layer `layer` of the pool at the page of the row's block. q_norm, k_norm F32 [1, head_dim]. */
+    status (*rotate)(struct backend *b, tensor *qkv, kv_pool *kv, int layer, const tensor *q_norm, const tensor *k_norm,
+                     const batch *in, const slots *s, const attention_rule *r);
+    /* y[rows, heads * head_dim]: each span over blocks 0 .. span.block of its slot, no mask inside. KV-splits: one page. */
+    status (*attend)(struct backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in,
+                     const slots *s, const attention_rule *r);
+
+    /* the MoE layer; `layer` counts sparse layers from 0 */
+    status (*pack)(struct backend *b, tensor *packed, const tensor *full, const tensor *rows); /* packed[i] = full[rows[i]] */
+    /* From the router logits z F32 [fresh, E] of the packed fresh rows: tests each cohort's support, builds or rebuilds it
+     * where the path or the test asks for it (DESIGN: Expert Atlas). bias F32 [1, E]. Does nothing unless
+     * block_rule.restrict_experts. */
+    status (*support)(struct backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in,
+                      const slots *s, const route_rule *r, const atlas_rule *a, const block_rule *k);
+    /* ids I32 [fresh, K] by ascending expert id, -1 behind the last edge; weights F32 [fresh, K], 0 there. Sealing and
+     * cold rows route over all experts, others over their cohort's support. Logs fresh, distinct, support. */
+    status (*route)(struct backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p, int layer,
+                    const batch *in, const slots *s, const route_rule *r, const block_rule *k);
+    /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit u, in
+     * the tree's order; not written where it has none. ids hold -1 for edges of other ranks. */
+    status (*experts)(struct backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
+                      const expert_set *e);
+    /* y[row] = packed[i] for row = fresh[i] unless the slot's `fresh` mask lacks it (dense_lane); other rows of active
+     * blocks come from the decoded cache. Rows that are decoded and fresh are written into the cache.
+     * packed F32 [fresh, H]; cache [sparse layers * slot_count * B, H], row (layer * slot_count + slot) * B + position in
+     * the block. y in the activation dtype. */
+    status (*merge)(struct backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in,
+                    const slots *s, const block_rule *k);
+
+    /* the end of a forward */
+    /* best U8 [live, sizeof(head_best)]; h [live, H] is normed; w [V, H]. Logits are never kept. */
+    status (*head)(struct backend *b, tensor *best, const tensor *h, const tensor *w, int32_t mask_id);
+
+    void (*close)(struct backend *b); /* accepts NULL */
+} backend;
+
+/* threads: 0: one for each core this rank may use. */
+status backend_cpu_open(backend **out, int threads);
+
+#endif

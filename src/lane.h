@@ -1,0 +1,56 @@
+/* Seam: FreshLane transport. Fresh rows travel to the ranks of their experts and the partial sums come back.
+ * A token crosses once to a rank, whatever the number of its experts there. Zero rows are ordinary.
+ * Each dispatch also carries a small header of every rank, the pulse, so that all ranks know the same things about the
+ * job at the same moment: that is how they decide alike, without a collective of their own. */
+#ifndef EPOCH_LANE_H
+#define EPOCH_LANE_H
+
+#include "src/base/sum_tree.h"
+#include "src/base/tensor.h"
+
+#include "src/backend.h"
+#include "src/world.h"
+
+enum { PULSE = 8 }; /* ints in a rank's header; their meaning is the scheduler's */
+
+typedef struct lane_rule {
+    int32_t hidden, top_k;
+    int64_t max_rows;      /* most rows any rank dispatches at once; the same on every rank */
+    const sum_tree *tree;  /* who owns which expert, and the order of sums */
+    dtype payload;         /* of x: the backend's activation dtype */
+} lane_rule;
+
+/* What arrived for this rank's experts; the tensors belong to the lane and hold until the next dispatch. */
+typedef struct lane_load {
+    tensor x;        /* [n, H] */
+    tensor ids;      /* I32 [n, K]: this rank's experts of the row, ascending; -1 behind the last */
+    tensor weights;  /* F32 [n, K] */
+    tensor y;        /* F32 [n * units, H]: room for the experts' partial sums, handed to combine */
+} lane_load;
+
+typedef struct lane_traffic { /* since the last call */
+    int64_t rows_sent, rows_received, rows_merged; /* token rows, this rank's own among them */
+    int64_t partials_sent, partials_received;      /* fp32 rows of combine */
+    int64_t bytes_dispatched, bytes_combined;      /* to other ranks only */
+} lane_traffic;
+
+typedef struct lane {
+    const char *name;
+    int rank, size;
+    void *self;
+    int32_t pulse[PULSE];  /* what this rank says in its next dispatches */
+    int32_t *pulses;       /* [size][PULSE]: what every rank said in the newest dispatch */
+    /* x [n, H], ids I32 [n, K] ascending with -1 behind the last, weights F32 [n, K]; n is x->used. */
+    status (*dispatch)(struct lane *l, lane_load *in, const tensor *x, const tensor *ids, const tensor *weights);
+    /* y F32 [n, H], row i the tree's sum of the partials of dispatched row i (zero where it had no edge). FAILED when
+     * rows sent, received and merged do not agree. */
+    status (*combine)(struct lane *l, tensor *y, const lane_load *out);
+    status (*traffic)(struct lane *l, lane_traffic *t);
+    void (*close)(struct lane *l); /* accepts NULL */
+} lane;
+
+/* self: one rank. mpi: host memory, any number of ranks. Both borrow rule->tree and the backend. */
+status lane_self_open(lane **out, const lane_rule *rule, backend *b);
+status lane_mpi_open(lane **out, const lane_rule *rule, backend *b, world *w);
+
+#endif

@@ -101,8 +101,8 @@ typedef struct terms {
     int64_t n;
 } terms;
 
-/* The sum of the terms in shards [lo, hi), as a pointer to a term or to scratch; NULL if none is present. A node writes
- * only scratch[0] of what it is given and passes the rest on, so a left sum survives the right one. */
+/* The sum of the terms in shards [lo, hi), as a pointer to a term or to scratch; NULL if none is present. A node leaves
+ * its sum in the first n floats of its scratch; the right side gets what lies behind them, so a left sum survives. */
 static const float *node(const sum_tree *t, terms *s, int lo, int hi, float *scratch)
 {
     int end = hi * t->per_shard;
@@ -122,7 +122,7 @@ static const float *node(const sum_tree *t, terms *s, int lo, int hi, float *scr
     }
     int mid = lo + (hi - lo) / 2;
     const float *left = node(t, s, lo, mid, scratch);
-    const float *right = node(t, s, mid, hi, scratch + s->n);
+    const float *right = node(t, s, mid, hi, left ? scratch + s->n : scratch);
     if (!left || !right)
         return left ? left : right;
     for (int64_t i = 0; i < s->n; i++)

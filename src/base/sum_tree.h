@@ -8,7 +8,7 @@
  * Experts are dealt to R ranks in runs of consecutive ids, as evenly as possible. What a rank can sum alone without
  * changing the order are its units: the largest whole subtrees inside its run, and of a shard that the run cuts, the
  * leading part as one chain (if the run holds the shard's first expert) or each expert alone (if it does not).
- * Where R divides V a rank has exactly one unit: one fp32 row a token. */
+ * Where V is a power of two and R divides it, a rank has exactly one unit: one fp32 row a token. */
 #ifndef EPOCH_BASE_SUM_TREE_H
 #define EPOCH_BASE_SUM_TREE_H
 

@@ -71,7 +71,7 @@ static void test_sums_do_not_depend_on_ranks(void **state)
         for (int ranks = 1; ranks <= experts && ranks <= 17; ranks++) {
             sum_tree *t;
             assert_int_equal(sum_tree_open(&t, experts, shape[k][1], ranks), OK);
-            if (t->shards % ranks == 0)
+            if (t->shards % ranks == 0 && (t->shards & (t->shards - 1)) == 0)
                 assert_int_equal(t->unit_count, ranks);
             float *scratch = malloc(sizeof(float) * (size_t)sum_tree_scratch(t) * 2);
             for (int trial = 0; trial < 30; trial++) {

@@ -4,6 +4,7 @@
 #define EPOCH_RESULTS_RESULTS_H
 
 #include "src/base/counters.h"
+#include "src/base/json.h"
 #include "src/base/status.h"
 
 #include <stdbool.h>
@@ -56,30 +57,136 @@ typedef struct result_iteration { /* --trace: one slot's forward */
     int64_t bytes_moved;
 } result_iteration;
 
+/* ---- While a run goes on: one journal a rank and session, an append-only file of checksummed frames. */
+
 typedef struct journal journal;
 
-/* This rank's journal of one session in DIR (FILE.h5.d, created where needed). */
+/* Creates this rank's journal of one session in DIR, which results_lock has made. FAILED: it exists already (two runs
+ * at once), or the file system refused. */
 status journal_open(journal **out, const char *dir, int rank, int session);
-/* Buffers a row; it counts as done only after journal_commit. */
+/* Both copy into the journal's buffer; a row counts as done only after journal_commit. */
 status journal_row(journal *j, const result_row *r);
 status journal_iteration(journal *j, const result_iteration *i);
-/* Writes what is buffered and the counters, then fdatasync: a group commit. */
+/* Group commit: what is buffered and the counters (cumulative since the session's start; NULL: none) by one write and
+ * one fdatasync. After a failure the journal refuses every further call; what was committed before stays readable. */
 status journal_commit(journal *j, const result_phase *p);
+/* Bytes waiting for the next commit. */
+size_t journal_pending(const journal *j);
 void journal_close(journal *j); /* accepts NULL; does not commit */
 
-/* Takes the run's lock on DIR (creates it); waits wait_seconds for leftovers, then BAD_INPUT naming the holder. One rank
- * a host calls it with exclusive set, then every rank shares; the lock goes with the process. */
-status results_lock(int *fd, const char *dir, bool exclusive, double wait_seconds);
+/* ---- The folder DIR = FILE.h5.d */
 
-/* What the journals in DIR hold: how many sessions so far, rows done and failed. A missing DIR is none. */
+/* Takes the run's lock on DIR, which it creates; waits wait_seconds for leftovers of a killed run, then BAD_INPUT names
+ * the holder. Rank 0 calls it exclusively, then results_lock_share, and only then every other rank calls it shared. Each
+ * holder is noted in DIR/lock by host, pid and command. The lock lives as long as *fd is open; it goes with the process. */
+status results_lock(int *fd, const char *dir, bool exclusive, double wait_seconds);
+/* From exclusive to shared, with no gap that another run could enter. */
+status results_lock_share(int fd);
+
+/* Rank 0, under the lock, before any journal of the session is opened: keeps run_json (a JSON object) in DIR as the
+ * session's, and sweeps away unfinished FILE.h5.tmp.* of killed publishers. */
+status results_begin(const char *path, const char *dir, const char *run_json, int session);
+
+typedef struct results_index results_index;
+
+/* What the journals in DIR hold. A key is (dataset, id, turn); of a repeated key the first in the order of session,
+ * rank and place counts. A journal ends at its first frame that is not whole: what lies behind was never acknowledged. */
 typedef struct results_state {
+    int sessions;          /* so far; the number of the next one */
+    int64_t done, failed;  /* rows, each key once */
+    int64_t repeated;      /* rows dropped since their key was there already */
+    int torn;              /* journals with a damaged or unfinished tail */
+    int64_t torn_bytes;
+    results_index *index;
+} results_state;
+
+/* A missing DIR is an empty state. BAD_INPUT: a journal of another format version. results_scan_close in any case. */
+status results_scan(results_state *out, const char *dir);
+void results_scan_close(results_state *s);
+/* Is this row recorded, done or failed? */
+bool results_done(const results_state *s, const char *dataset, const char *id, int turn);
+/* The recorded row; false where there is none. Texts belong to the state. Its tokens and blocks are left out (NULL, with
+ * their counts): this is for the answers of earlier turns. */
+bool results_row(result_row *out, const results_state *s, const char *dataset, const char *id, int turn);
+
+/* Writes PATH from the journals in DIR by atomic rename: PATH is at all times absent, the old file or the new one, whole.
+ * The same journals give the same bytes. run_json: an object whose members become attributes of `/` (texts, integers,
+ * numbers, booleans; objects and arrays as JSON text); NULL: the newest session's. state: "partial", "complete",
+ * "interrupted". */
+status results_publish(const char *path, const char *dir, const char *run_json, const char *state);
+
+/* How a run stands: from the journals in PATH.d where there are any, else from PATH. BAD_INPUT: neither is there. */
+typedef struct results_standing {
+    bool running;         /* somebody holds the lock */
+    char holder[512];     /* "pid N on HOST (command)", or "" */
+    char state[16];       /* of the published file, or "" */
     int sessions;
     int64_t done, failed;
-} results_state;
-status results_scan(results_state *out, const char *dir);
+    int64_t total, left;  /* from the integer "rows_total" of run_json; -1 where unknown */
+} results_standing;
+status results_status(results_standing *out, const char *path);
 
-/* Writes PATH from the journals in DIR by atomic rename. run_json: an object whose members become attributes of `/`
- * (texts, integers, numbers; objects and arrays as JSON text). state: "partial", "complete", "interrupted". */
-status results_publish(const char *path, const char *dir, const char *run_json, const char *state);
+/* ---- The published file, in memory: what score, report and export work upon. Everything belongs to the file. */
+
+enum { RESULTS_SCHEMA = 1 }; /* schema_version */
+
+typedef struct result_output { /* one row of /outputs */
+    result_row row;            /* texts are valid UTF-8; token and block point into the file's arrays */
+    int32_t session, rank;
+    int32_t forced;            /* positions, over its blocks */
+    int64_t token_offset;      /* row.token - file->token */
+} result_output;
+
+typedef struct result_rank { /* one row of /phases: the last counters of a rank in a session */
+    int32_t session, rank;
+    result_phase phase;
+} result_rank;
+
+typedef struct result_session { /* one row of /sessions */
+    int32_t session, ranks;
+    double started, ended; /* seconds since 1970: first journal opened, last commit */
+    double wall_seconds;   /* of decoding: the longest of its ranks */
+    int64_t done, failed, tokens; /* of its rows in /outputs */
+    const char *run;       /* its run_json */
+} result_session;
+
+typedef struct result_trace { /* one row of /iterations */
+    int64_t output_row;
+    int32_t session, rank;
+    result_iteration at;
+} result_trace;
+
+typedef struct result_score { /* one row of /scores; written by `epoch score` */
+    const char *dataset, *rule;
+    int32_t rule_version;
+    int64_t rows, correct, no_answer, truncated, failed;
+    double score, low, high; /* score and its 95 % interval */
+} result_score;
+
+typedef struct results_file {
+    json_t *run;      /* the attributes of `/`; objects and arrays are JSON text, as in the file */
+    const char *state;
+    int64_t rows;
+    result_output *output; /* in input order, then by turn */
+    int64_t tokens;
+    int32_t *token;        /* of all rows, one after the other */
+    int64_t blocks;
+    result_block *block;   /* likewise */
+    int64_t ranks;
+    result_rank *rank;     /* by session, then rank */
+    int64_t sessions;
+    result_session *session;
+    int64_t iterations;
+    result_trace *iteration; /* by output_row, block, iteration */
+    int64_t scores;
+    result_score *score;     /* may be replaced before results_write; what it was stays the file's */
+    struct results_pool *pool;
+} results_file;
+
+/* BAD_INPUT: not there, not HDF5, another schema_version, or a column that is missing or does not fit its table. */
+status results_read(results_file **out, const char *path);
+void results_close(results_file *f); /* accepts NULL */
+/* Writes PATH by atomic rename. FAILED where the file system refuses; PATH is then as it was. */
+status results_write(const char *path, const results_file *f);
 
 #endif

@@ -24,7 +24,7 @@ out:
     return st;
 }
 
-static const char *type_name(const json_t *v)
+const char *json_type_name(const json_t *v)
 {
     static const char *const names[] = {"an object", "an array", "a string", "an integer", "a number", "true", "false", "null"};
     return names[json_typeof(v)];
@@ -45,7 +45,7 @@ status json_int(int64_t *out, const json_t *object, const char *key, int64_t fal
     if (!v)
         return OK;
     if (!json_is_integer(v))
-        FAIL(BAD_INPUT, "%s: \"%s\" is %s, want an integer", where, key, type_name(v));
+        FAIL(BAD_INPUT, "%s: \"%s\" is %s, want an integer", where, key, json_type_name(v));
     *out = json_integer_value(v);
     if (*out < low || *out > high)
         FAIL(BAD_INPUT, "%s: \"%s\" is %lld, want %lld to %lld", where, key, (long long)*out, (long long)low,
@@ -62,7 +62,7 @@ status json_double(double *out, const json_t *object, const char *key, double fa
     if (!v)
         return OK;
     if (!json_is_number(v))
-        FAIL(BAD_INPUT, "%s: \"%s\" is %s, want a number", where, key, type_name(v));
+        FAIL(BAD_INPUT, "%s: \"%s\" is %s, want a number", where, key, json_type_name(v));
     *out = json_number_value(v);
 out:
     return st;
@@ -76,7 +76,7 @@ status json_bool(bool *out, const json_t *object, const char *key, bool fallback
     if (!v)
         return OK;
     if (!json_is_boolean(v))
-        FAIL(BAD_INPUT, "%s: \"%s\" is %s, want true or false", where, key, type_name(v));
+        FAIL(BAD_INPUT, "%s: \"%s\" is %s, want true or false", where, key, json_type_name(v));
     *out = json_is_true(v);
 out:
     return st;
@@ -90,7 +90,7 @@ status json_text(const char **out, const json_t *object, const char *key, const 
     if (!v)
         return OK;
     if (!json_is_string(v))
-        FAIL(BAD_INPUT, "%s: \"%s\" is %s, want a string", where, key, type_name(v));
+        FAIL(BAD_INPUT, "%s: \"%s\" is %s, want a string", where, key, json_type_name(v));
     *out = json_string_value(v);
 out:
     return st;

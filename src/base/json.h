@@ -11,6 +11,9 @@
 /* Parses a whole file (at most `most` bytes). BAD_INPUT names file, line and column. json_decref the result. */
 status json_file(json_t **out, const char *path, size_t most);
 
+/* "an object", "a string", ... */
+const char *json_type_name(const json_t *v);
+
 /* Each get: the key's value; `fallback` where the key is absent or null. BAD_INPUT where the type is another. `where`
  * names the document in messages. Integers must lie in [low, high]. */
 status json_int(int64_t *out, const json_t *object, const char *key, int64_t fallback, int64_t low, int64_t high,

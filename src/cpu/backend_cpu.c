@@ -1,0 +1,267 @@
+#include "src/cpu/cpu.h"
+
+#include <assert.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- conversions */
+
+static inline float of_bits(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline uint32_t to_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* The exponent is moved by a product, so that subnormal halves come out right. */
+static inline float of_half(uint16_t h)
+{
+    float magnitude = of_bits((uint32_t)(h & 0x7fff) << 13) * 0x1p112f;
+    uint32_t bits = to_bits(magnitude);
+    bits = (h & 0x7c00) == 0x7c00 ? 0x7f800000u | (uint32_t)(h & 0x3ff) << 13 : bits;
+    return of_bits(bits | (uint32_t)(h & 0x8000) << 16);
+}
+
+static inline uint16_t to_half(float x)
+{
+    uint32_t bits = to_bits(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    if (rest > 0x7f800000)
+        return (uint16_t)(sign | 0x7e00 | (rest >> 13 & 0x3ff));
+    if (rest >= 0x477ff000) /* 65520 and above round to infinity */
+        return (uint16_t)(sign | 0x7c00);
+    if (rest < 0x38800000) /* subnormal: the sum lets the hardware round at bit 2^-24 */
+        return (uint16_t)(sign | (to_bits(of_bits(rest) + 0.5f) - to_bits(0.5f)));
+    rest += 0xfff + (rest >> 13 & 1);
+    return (uint16_t)(sign | ((rest - 0x38000000) >> 13));
+}
+
+static inline uint16_t to_bfloat(float x)
+{
+    uint32_t bits = to_bits(x);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void cpu_widen(float *restrict y, const void *restrict x, dtype type, int64_t n)
+{
+    const uint16_t *h = x;
+    if (type == F32)
+        memcpy(y, x, (size_t)n * sizeof *y);
+    else if (type == BF16)
+        for (int64_t i = 0; i < n; i++)
+            y[i] = of_bits((uint32_t)h[i] << 16);
+    else
+        for (int64_t i = 0; i < n; i++)
+            y[i] = of_half(h[i]);
+}
+
+void cpu_narrow(void *restrict y, dtype type, const float *restrict x, int64_t n)
+{
+    uint16_t *h = y;
+    if (type == F32)
+        memcpy(y, x, (size_t)n * sizeof *x);
+    else if (type == BF16)
+        for (int64_t i = 0; i < n; i++)
+            h[i] = to_bfloat(x[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            h[i] = to_half(x[i]);
+}
+
+/* ---- scratch and threads */
+
+static status grow(cpu_buffer *s, size_t bytes)
+{
+    status st = OK;
+    if (bytes <= s->bytes)
+        return OK;
+    bytes = (bytes + 255) / 256 * 256;
+    free(s->data);
+    s->bytes = 0;
+    s->data = aligned_alloc(256, bytes);
+    if (!s->data)
+        FAIL(FAILED, "out of memory: %zu bytes of scratch for an op; a smaller --batch or --prefill-blocks needs less", bytes);
+    s->bytes = bytes;
+out:
+    return st;
+}
+
+status cpu_scratch(cpu *c, size_t shared, size_t own)
+{
+    status st = OK;
+    TRY(grow(&c->shared, shared));
+    for (int i = 0; i < c->threads; i++)
+        TRY(grow(&c->own[i], own));
+out:
+    return st;
+}
+
+void *cpu_own(const cpu *c)
+{
+    return c->own[omp_get_thread_num()].data;
+}
+
+int cpu_threads(const cpu *c, double work)
+{
+    return work < 65536 ? 1 : c->threads; /* some 2 us of arithmetic: what a parallel region costs */
+}
+
+/* ---- memory and time */
+
+static status reserve(backend *b, void **slab, size_t bytes)
+{
+    status st = OK;
+    (void)b;
+    size_t whole = (bytes + 255) / 256 * 256;
+    *slab = aligned_alloc(256, whole > 0 ? whole : 256);
+    if (!*slab)
+        FAIL(FAILED, "out of memory: %zu bytes wanted", bytes);
+    memset(*slab, 0, whole);
+out:
+    return st;
+}
+
+static void release(backend *b, void *slab)
+{
+    (void)b;
+    free(slab);
+}
+
+static status upload(backend *b, const tensor *dst, const void *src, dtype from)
+{
+    status st = OK;
+    const cpu *c = cpu_of(b);
+    bool same = from == dst->type;
+    assert(same || (from <= F16 && dst->type <= F16));
+    TRY(cpu_scratch(cpu_of(b), 0, same ? 0 : (size_t)dst->cols * sizeof(float)));
+#pragma omp parallel for num_threads(cpu_threads(c, (double)dst->rows * (double)dst->cols))
+    for (int64_t i = 0; i < dst->rows; i++) {
+        char *to = (char *)dst->data + (size_t)(i * dst->ld) * dtype_bytes(dst->type);
+        const char *row = (const char *)src + (size_t)(i * dst->cols) * dtype_bytes(from);
+        if (same) {
+            memcpy(to, row, (size_t)dst->cols * dtype_bytes(from));
+        } else {
+            cpu_widen(cpu_own(c), row, from, dst->cols);
+            cpu_narrow(to, dst->type, cpu_own(c), dst->cols);
+        }
+    }
+out:
+    return st;
+}
+
+static status download(backend *b, void *dst, const tensor *src)
+{
+    (void)b;
+    size_t bytes = (size_t)src->cols * dtype_bytes(src->type);
+    for (int64_t i = 0; i < src->rows; i++)
+        memcpy((char *)dst + (size_t)i * bytes,
+               (const char *)src->data + (size_t)(i * src->ld) * dtype_bytes(src->type), bytes);
+    return OK;
+}
+
+static status sync_nothing(backend *b)
+{
+    (void)b;
+    return OK;
+}
+
+static status mark(backend *b, phase p)
+{
+    cpu *c = cpu_of(b);
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    c->seconds[p] += (double)(now.tv_sec - c->last.tv_sec) + 1e-9 * (double)(now.tv_nsec - c->last.tv_nsec);
+    c->last = now;
+    return OK;
+}
+
+static status laps(backend *b, double seconds[PHASES])
+{
+    cpu *c = cpu_of(b);
+    for (int i = 0; i < PHASES; i++) {
+        seconds[i] = c->seconds[i];
+        c->seconds[i] = 0;
+    }
+    return OK;
+}
+
+static void close_cpu(backend *b)
+{
+    if (!b)
+        return;
+    cpu *c = cpu_of(b);
+    for (int i = 0; c->own && i < c->threads; i++)
+        free(c->own[i].data);
+    free(c->own);
+    free(c->shared.data);
+    free(c->angles.data);
+    free(c);
+    free(b);
+}
+
+static const backend table = {
+    .name = "cpu",
+    .activation = F32,
+    .reserve = reserve,
+    .release = release,
+    .upload = upload,
+    .download = download,
+    .sync = sync_nothing,
+    .mark = mark,
+    .laps = laps,
+    .rows = cpu_rows,
+    .commit = cpu_commit,
+    .embed = cpu_embed,
+    .matmul = cpu_matmul,
+    .add = cpu_add,
+    .norm = cpu_norm,
+    .swiglu = cpu_swiglu,
+    .rotate = cpu_rotate,
+    .attend = cpu_attend,
+    .pack = cpu_pack,
+    .support = cpu_support,
+    .route = cpu_route,
+    .experts = cpu_experts,
+    .merge = cpu_merge,
+    .head = cpu_head,
+    .close = close_cpu,
+};
+
+status backend_cpu_open(backend **out, int threads)
+{
+    status st = OK;
+    backend *b = NULL;
+    *out = NULL;
+    if (threads < 0)
+        FAIL(BAD_INPUT, "%d threads, want at least 1, or 0 for one a core", threads);
+    b = malloc(sizeof *b);
+    cpu *c = calloc(1, sizeof *c);
+    if (!b || !c) {
+        free(b);
+        free(c);
+        b = NULL;
+        FAIL(FAILED, "out of memory");
+    }
+    *b = table;
+    b->self = c;
+    c->threads = threads > 0 ? threads : omp_get_num_procs();
+    c->own = calloc((size_t)c->threads, sizeof *c->own);
+    if (!c->own)
+        FAIL(FAILED, "out of memory");
+    clock_gettime(CLOCK_MONOTONIC, &c->last);
+    cpu_dense_open();
+    *out = b;
+    b = NULL;
+out:
+    close_cpu(b);
+    return st;
+}

@@ -1,0 +1,196 @@
+/* The router: sigmoid scores, a bias that only chooses, group-limited top-k, over all experts or over a support
+ * (DESIGN section 3, "Masked routing"). Ties go to the lower id everywhere. */
+#include "src/cpu/cpu.h"
+#include "src/cpu/lanes.h"
+
+#include <assert.h>
+#include <stdlib.h>
+
+/* What one row chooses from. choice: score + bias, or -inf where ineligible. */
+typedef struct universe {
+    float score[SUM_TREE_EXPERTS], choice[SUM_TREE_EXPERTS];
+} universe;
+
+/* support NULL: every expert is eligible. */
+static void universe_open(universe *u, const float *z, const float *bias, const int32_t *support, int experts)
+{
+    for (int e = 0; e < experts; e++) {
+        u->score[e] = lane_sigmoid(z[e]);
+        u->choice[e] = u->score[e] + bias[e];
+    }
+    for (int e = 0; support && e < experts; e++)
+        if (!((uint32_t)support[e / 32] >> (e % 32) & 1))
+            u->choice[e] = -INFINITY;
+}
+
+typedef struct group_rank {
+    int32_t eligible; /* at most 2 count */
+    float best;       /* the sum of the up to two best choices */
+} group_rank;
+
+static group_rank rank_group(const float *choice, int experts)
+{
+    group_rank g = {0, 0};
+    float first = -INFINITY, second = -INFINITY;
+    for (int e = 0; e < experts; e++)
+        if (choice[e] > first) {
+            second = first;
+            first = choice[e];
+        } else if (choice[e] > second) {
+            second = choice[e];
+        }
+    g.eligible = (first > -INFINITY) + (second > -INFINITY);
+    if (g.eligible > 0)
+        g.best = g.eligible > 1 ? first + second : first;
+    return g;
+}
+
+/* Takes the groups that are not kept out of the universe. */
+static void limit_groups(universe *u, const route_rule *r)
+{
+    group_rank rank[SUM_TREE_EXPERTS];
+    bool keep[SUM_TREE_EXPERTS] = {false};
+    int size = r->experts / r->groups;
+    for (int g = 0; g < r->groups; g++)
+        rank[g] = rank_group(u->choice + g * size, size);
+    for (int n = 0; n < r->top_groups; n++) {
+        int best = -1;
+        for (int g = 0; g < r->groups; g++)
+            if (!keep[g] && rank[g].eligible > 0 &&
+                (best < 0 || rank[g].eligible > rank[best].eligible ||
+                 (rank[g].eligible == rank[best].eligible && rank[g].best > rank[best].best)))
+                best = g;
+        if (best < 0)
+            break;
+        keep[best] = true;
+    }
+    for (int g = 0; g < r->groups; g++)
+        for (int e = g * size; !keep[g] && e < (g + 1) * size; e++)
+            u->choice[e] = -INFINITY;
+}
+
+/* The n best choices into id[], descending, lower ids first among equals; how many there are. They leave the universe. */
+static int choose(universe *u, int experts, int n, int32_t *id)
+{
+    for (int i = 0; i < n; i++) {
+        int best = -1;
+        float most = -INFINITY;
+        for (int e = 0; e < experts; e++)
+            if (u->choice[e] > most) {
+                most = u->choice[e];
+                best = e;
+            }
+        if (best < 0)
+            return i;
+        u->choice[best] = -INFINITY;
+        id[i] = best;
+    }
+    return n;
+}
+
+static int choose_row(universe *u, const float *z, const float *bias, const int32_t *support, const route_rule *r, int n,
+                      int32_t *id)
+{
+    universe_open(u, z, bias, support, r->experts);
+    if (r->top_groups < r->groups)
+        limit_groups(u, r);
+    return choose(u, r->experts, n, id);
+}
+
+int route_candidates(const float *z, const float *bias, const route_rule *r, int n, int32_t *id, float *score)
+{
+    universe u;
+    int count = choose_row(&u, z, bias, NULL, r, n, id);
+    for (int i = 0; i < count; i++)
+        score[i] = u.score[id[i]];
+    return count;
+}
+
+static void route_row(int32_t *id, float *weight, const float *z, const float *bias, const int32_t *support,
+                      const route_rule *r)
+{
+    universe u;
+    int count = choose_row(&u, z, bias, support, r, r->top_k, id);
+    for (int i = 1; i < count; i++) /* ascending ids */
+        for (int j = i; j > 0 && id[j] < id[j - 1]; j--) {
+            int32_t swap = id[j];
+            id[j] = id[j - 1];
+            id[j - 1] = swap;
+        }
+    float sum = 0;
+    for (int i = 0; i < count; i++)
+        sum += u.score[id[i]];
+    for (int i = 0; i < count; i++)
+        weight[i] = (r->normalise ? u.score[id[i]] / (sum + 1e-20f) : u.score[id[i]]) * r->scale;
+    for (int i = count; i < r->top_k; i++) {
+        id[i] = -1;
+        weight[i] = 0;
+    }
+}
+
+/* The words of the support that this row is held to; NULL: none. */
+static const int32_t *support_of(const plans *p, int layer, const slot *x, int32_t cohort, bool sealing,
+                                 const block_rule *k)
+{
+    if (!k->restrict_experts || sealing || x->path == PATH_COLD)
+        return NULL;
+    const int32_t *words = (const int32_t *)p->support.data + ((int64_t)layer * p->cohort_count + cohort) * p->support.ld;
+    return words[p->support.cols - 1] == 1 ? words : NULL;
+}
+
+/* Counts for each cohort the fresh rows of active blocks and the experts they chose. Rows come in slot order, so those of
+ * a cohort are neighbours. */
+static void log_rows(const tensor *ids, plans *p, int layer, const batch *in, const slots *s, const route_rule *r,
+                     const block_rule *k)
+{
+    const int32_t *row = in->fresh.data, *position = in->position.data, *of = in->slot.data, *role = in->role.data;
+    const slot *slot_of = s->slot.data;
+    uint32_t seen[SUM_TREE_EXPERTS / 32];
+    layer_log *log = NULL;
+    int32_t last = -1;
+    for (int64_t i = 0; i < cpu_used(&in->fresh); i++) {
+        const slot *x = &slot_of[of[row[i]]];
+        int32_t cohort = of[row[i]] / k->cohort;
+        if (role[row[i]] == ROW_SEALING || !(x->fresh >> (position[row[i]] % k->block_size) & 1))
+            continue;
+        if (cohort != last) {
+            memset(seen, 0, sizeof seen);
+            last = cohort;
+            log = (layer_log *)p->log.data + (int64_t)layer * p->cohort_count + cohort;
+            log->fresh = log->distinct = 0;
+            log->support = r->experts;
+            const int32_t *words = support_of(p, layer, x, cohort, false, k);
+            if (words) {
+                log->support = 0;
+                for (int e = 0; e < r->experts; e++)
+                    log->support += (uint32_t)words[e / 32] >> (e % 32) & 1;
+            }
+        }
+        log->fresh++;
+        const int32_t *id = (const int32_t *)ids->data + i * ids->ld;
+        for (int j = 0; j < r->top_k && id[j] >= 0; j++) {
+            uint32_t bit = 1u << (id[j] % 32);
+            log->distinct += !(seen[id[j] / 32] & bit);
+            seen[id[j] / 32] |= bit;
+        }
+    }
+}
+
+status cpu_route(backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p, int layer,
+                 const batch *in, const slots *s, const route_rule *r, const block_rule *k)
+{
+    int64_t n = cpu_used(&in->fresh);
+    const int32_t *row = in->fresh.data, *of = in->slot.data, *role = in->role.data;
+    const slot *slot_of = s->slot.data;
+    assert(z->type == F32 && bias->type == F32 && weights->type == F32 && ids->type == I32);
+    assert(z->cols == r->experts && ids->cols == r->top_k && r->experts <= SUM_TREE_EXPERTS);
+    assert(p->log.ld == (int64_t)sizeof(layer_log));
+#pragma omp parallel for num_threads(cpu_threads(cpu_of(b), (double)n * r->experts * (8 + r->top_k)))
+    for (int64_t i = 0; i < n; i++) {
+        int32_t x = of[row[i]];
+        const int32_t *support = support_of(p, layer, &slot_of[x], x / k->cohort, role[row[i]] == ROW_SEALING, k);
+        route_row((int32_t *)ids->data + i * ids->ld, cpu_row(weights, i), cpu_row(z, i), bias->data, support, r);
+    }
+    log_rows(ids, p, layer, in, s, r, k);
+    return OK;
+}

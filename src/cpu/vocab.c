@@ -1,0 +1,122 @@
+/* The LM head of live rows, reduced as it is computed: argmax, its probability, the runner-up. A task is a fixed run of
+ * vocabulary panels; what the tasks found of a row is joined in ascending order. */
+#include "src/cpu/cpu.h"
+#include "src/cpu/lanes.h"
+
+#include <assert.h>
+#include <omp.h>
+
+enum { MOST_TASKS = 64 };
+
+/* Of one row, over a part of the vocabulary. */
+typedef struct partial {
+    int32_t id;        /* of top */
+    float top, second; /* without the mask id */
+    float peak, sum;   /* the largest logit, the mask id included, and the sum of e^(logit - peak) */
+} partial;
+
+static const partial nothing = {-1, -INFINITY, -INFINITY, -INFINITY, 0};
+
+/* Adds logits z of ids first .. first + n - 1; z is overwritten. */
+static void take(partial *p, float *z, int32_t first, int n, int32_t mask_id)
+{
+    float peak = lane_max(z, n), mask = -INFINITY;
+    if (mask_id >= first && mask_id < first + n) {
+        mask = z[mask_id - first];
+        z[mask_id - first] = -INFINITY;
+    }
+    if (peak > p->second) {
+        for (int i = 0; i < n; i++)
+            if (z[i] > p->top) {
+                p->second = p->top;
+                p->top = z[i];
+                p->id = first + i;
+            } else if (z[i] > p->second) {
+                p->second = z[i];
+            }
+    }
+    if (mask_id >= first && mask_id < first + n)
+        z[mask_id - first] = mask;
+    if (peak > p->peak) {
+        p->sum *= lane_exp(p->peak - peak);
+        p->peak = peak;
+    }
+    p->sum += lane_softmax(z, n, p->peak);
+}
+
+/* Joins b, of higher ids, to a. */
+static void join(partial *a, const partial *b)
+{
+    if (b->top > a->top) {
+        a->second = b->second > a->top ? b->second : a->top;
+        a->top = b->top;
+        a->id = b->id;
+    } else if (b->top > a->second) {
+        a->second = b->top;
+    }
+    if (b->peak > a->peak) {
+        a->sum = a->sum * lane_exp(a->peak - b->peak) + b->sum;
+        a->peak = b->peak;
+    } else {
+        a->sum += b->sum * lane_exp(b->peak - a->peak);
+    }
+}
+
+/* Rows [0, rows) of h by the vocabulary rows of one task; found[i * tasks] is row i's. room: a padded tile, its logits,
+ * a widened panel. */
+static void task(partial *found, int64_t tasks, const tensor *h, int64_t rows, const tensor *w, int64_t from, int64_t to,
+                 int panel, int32_t mask_id, float *room)
+{
+    int inner = (int)h->cols;
+    float *padded = room, *logits = padded + DENSE_TILE * inner, *wide = logits + DENSE_TILE * panel;
+    for (int64_t i = 0; i < rows; i++)
+        found[i * tasks] = nothing;
+    for (int64_t v = from; v < to; v += panel) {
+        int width = to - v < panel ? (int)(to - v) : panel;
+        int64_t ldw;
+        const float *weights = cpu_panel_of(w, v, width, wide, &ldw);
+        for (int64_t row = 0; row < rows; row += DENSE_TILE) {
+            const float *x = cpu_row(h, row);
+            int64_t ldx = h->ld;
+            int valid = rows - row < DENSE_TILE ? (int)(rows - row) : DENSE_TILE;
+            if (valid < DENSE_TILE) {
+                memset(padded, 0, (size_t)(DENSE_TILE * inner) * sizeof *padded);
+                for (int i = 0; i < valid; i++)
+                    memcpy(padded + i * inner, cpu_row(h, row + i), (size_t)inner * sizeof *padded);
+                x = padded;
+                ldx = inner;
+            }
+            cpu_product(logits, panel, x, ldx, weights, ldw, DENSE_TILE, width, inner, 1);
+            for (int i = 0; i < valid; i++)
+                take(&found[(row + i) * tasks], logits + i * panel, (int32_t)v, width, mask_id);
+        }
+    }
+}
+
+status cpu_head(backend *b, tensor *best, const tensor *h, const tensor *w, int32_t mask_id)
+{
+    status st = OK;
+    cpu *c = cpu_of(b);
+    int64_t n = cpu_used(h), vocab = w->rows;
+    int panel = cpu_panel(DENSE_TILE, w->cols);
+    int64_t panels = (vocab + panel - 1) / panel, step = (panels + MOST_TASKS - 1) / MOST_TASKS * panel;
+    int64_t tasks = (vocab + step - 1) / step;
+    assert(h->type == F32 && h->cols == w->cols && best->ld == (int64_t)sizeof(head_best) && best->rows >= n);
+    TRY(cpu_scratch(c, (size_t)(n * tasks) * sizeof(partial),
+                    ((size_t)DENSE_TILE * (size_t)(w->cols + panel) + cpu_panel_floats(w, panel)) * sizeof(float)));
+    partial *found = c->shared.data;
+#pragma omp parallel for schedule(dynamic) num_threads(cpu_threads(c, (double)n * (double)vocab * (double)w->cols))
+    for (int64_t t = 0; t < tasks; t++)
+        task(found + t, tasks, h, n, w, t * step, (t + 1) * step < vocab ? (t + 1) * step : vocab, panel, mask_id,
+             cpu_own(c));
+    for (int64_t i = 0; i < n; i++) {
+        partial p = found[i * tasks];
+        for (int64_t t = 1; t < tasks; t++)
+            join(&p, &found[i * tasks + t]);
+        ((head_best *)best->data)[i] = (head_best){
+            .id = p.id < 0 ? mask_id == 0 : p.id, /* nothing compares with NaN */
+            .probability = lane_exp(p.top - p.peak) / p.sum, .top = p.top, .second = p.second};
+    }
+out:
+    return st;
+}

@@ -69,6 +69,7 @@ typedef struct slot_report {
     uint64_t committed;       /* positions committed */
     int32_t forced;           /* of them, because of the step limit */
     int32_t block_done, sequence_done, saw_eos;
+    int32_t broken;           /* the logits were not finite: the sequence was given up, nothing committed */
     block_stats stats;        /* with block_done: the whole block's */
     int32_t token[BLOCK_MOST]; /* with block_done: the block's tokens */
 } slot_report;
@@ -86,6 +87,12 @@ typedef struct block_rule {
     bool restrict_experts;  /* Atlas on: supports are built, tested and used; off: every layer routes over all experts */
     bool dense_lane;        /* no-lane: every row is dispatched and computed; what the merge takes is unchanged */
 } block_rule;
+
+/* How many of n rows may stay under-covered: floor((1 - q) n), safe against q's rounding. */
+static inline EPOCH_BOTH int32_t atlas_allowed(int32_t n, float covered_share)
+{
+    return (int32_t)((1.0 - (double)covered_share) * n + 1e-5);
+}
 
 /* Positions 0 .. n-1 as a mask. */
 static inline EPOCH_BOTH uint64_t slot_mask(int n)

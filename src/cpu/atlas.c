@@ -1,0 +1,211 @@
+/* Expert Atlas on the CPU: the coverage test and the construction of a support, per cohort and layer.
+ *
+ * For each fresh row t: I[t,j], W[t,j] its K + m best experts under the model's rule on unmasked scores. fp32 sums, rows
+ * and candidates in order, so that a twin can repeat them bit for bit:
+ *
+ *     r_t = alpha * sum_{j<K} W[t,j]          C_t(S) = sum_{j: I[t,j] in S} W[t,j]
+ *     p_e = sum of W over all candidate edges of e; S starts as the B most popular experts
+ *     U   = { t : C_t(S) < r_t }
+ *     G_e = sum_{t in U} sum_{j: I[t,j]=e} min(W[t,j], r_t - C_t)      H_e = #{ t in U : C_t + W >= r_t }
+ *     score_e = H_e + beta * G_e; a round adds at most c experts of positive score; ties: the lower id
+ *     done when |U| <= (1 - q) N; no positive score before that: the layer routes over all experts (universe). */
+#include "src/cpu/cpu.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUPPORT_NONE, SUPPORT_HOLDS, SUPPORT_UNIVERSE };
+
+/* The candidates of one cohort's fresh rows. */
+typedef struct candidates {
+    int rows, width;  /* width: K + m */
+    int top_k;
+    int32_t *id;      /* [rows, width], -1 behind the last */
+    float *score;     /* [rows, width] */
+    float *floor;     /* [rows]: r_t */
+    float *covered;   /* [rows]: C_t(S) */
+} candidates;
+
+static inline bool in(const uint32_t *set, int e)
+{
+    return set[e >> 5] >> (e & 31) & 1;
+}
+
+static inline void put(uint32_t *set, int e)
+{
+    set[e >> 5] |= 1u << (e & 31);
+}
+
+/* C_t(S) over the first `width` candidates of row t. */
+static float covered(const candidates *c, int t, int width, const uint32_t *set)
+{
+    float sum = 0;
+    for (int j = 0; j < width && c->id[t * c->width + j] >= 0; j++)
+        if (in(set, c->id[t * c->width + j]))
+            sum += c->score[t * c->width + j];
+    return sum;
+}
+
+/* Rows below the floor with C over the unrestricted top-K: the coverage test. Logs it. */
+static int test_coverage(const candidates *c, const uint32_t *set, float coverage, layer_log *log)
+{
+    int under = 0;
+    for (int t = 0; t < c->rows; t++) {
+        float have = covered(c, t, c->top_k, set), all = c->floor[t] / coverage;
+        under += have < c->floor[t];
+        log->covered += all > 0 ? have / all : 1;
+    }
+    log->tested = c->rows;
+    log->under = under;
+    return under;
+}
+
+/* Adds the best `most` experts not in the set by value, those above `above` only; returns how many. */
+static int add_best(uint32_t *set, const float *value, int experts, int most, float above)
+{
+    int added = 0;
+    while (added < most) {
+        int best = -1;
+        for (int e = 0; e < experts; e++)
+            if (!in(set, e) && value[e] > above && (best < 0 || value[e] > value[best]))
+                best = e;
+        if (best < 0)
+            break;
+        put(set, best);
+        added++;
+    }
+    return added;
+}
+
+/* Builds the support; false: it could not reach q (universe). */
+static bool build(candidates *c, uint32_t *set, float *value, int experts, const atlas_rule *a, layer_log *log)
+{
+    int allowed = atlas_allowed(c->rows, a->covered_share);
+    memset(value, 0, (size_t)experts * sizeof *value);
+    for (int i = 0; i < c->rows * c->width; i++)
+        if (c->id[i] >= 0)
+            value[c->id[i]] += c->score[i];
+    add_best(set, value, experts, a->budget, -1);
+    for (;;) {
+        int under = 0;
+        memset(value, 0, (size_t)experts * sizeof *value);
+        for (int t = 0; t < c->rows; t++) {
+            c->covered[t] = covered(c, t, c->width, set);
+            float need = c->floor[t] - c->covered[t];
+            if (!(need > 0))
+                continue;
+            under++;
+            for (int j = 0; j < c->width && c->id[t * c->width + j] >= 0; j++) {
+                int e = c->id[t * c->width + j];
+                float w = c->score[t * c->width + j];
+                float gain = a->mass_weight * (w < need ? w : need);
+                value[e] += c->covered[t] + w >= c->floor[t] ? 1 + gain : gain;
+            }
+        }
+        if (under <= allowed)
+            return true;
+        log->rounds++;
+        if (!add_best(set, value, experts, a->repair_step, 0))
+            return false;
+    }
+}
+
+static int size_of(const uint32_t *set, int words)
+{
+    int n = 0;
+    for (int i = 0; i < words; i++)
+        n += __builtin_popcount(set[i]);
+    return n;
+}
+
+/* One cohort's support in one layer: test, and build where path or test ask for it. */
+static void update(candidates *c, plans *p, int layer, int cohort, const slot *sl, const route_rule *r,
+                   const atlas_rule *a, const block_rule *k, float *value)
+{
+    int32_t *support = cpu_support_of(p, layer, cohort);
+    layer_log *log = cpu_log_of(p, layer, cohort);
+    int words = (int)p->support.cols - 1;
+    int32_t *flag = support + words;
+    bool cold = sl->path == PATH_COLD;
+    bool wanted = cold || slot_update_due(sl->iteration, sl->since_update, k);
+    if (!cold && *flag == SUPPORT_HOLDS) {
+        int under = test_coverage(c, (uint32_t *)support, a->coverage, log);
+        if (!wanted && under > atlas_allowed(c->rows, a->covered_share))
+            wanted = log->rebuilt = 1;
+    }
+    if (wanted && c->rows > 0) {
+        memset(support, 0, (size_t)words * sizeof *support);
+        log->updated = !log->rebuilt;
+        *flag = build(c, (uint32_t *)support, value, r->experts, a, log) ? SUPPORT_HOLDS : SUPPORT_UNIVERSE;
+    }
+    log->universe = *flag == SUPPORT_UNIVERSE;
+    log->support = !cold && *flag == SUPPORT_HOLDS ? size_of((uint32_t *)support, words) : r->experts;
+}
+
+status cpu_support(backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in_batch,
+                   const slots *s, const route_rule *r, const atlas_rule *a, const block_rule *k)
+{
+    (void)b;
+    if (!k->restrict_experts)
+        return OK;
+    status st = OK;
+    const slot *all = s->slot.data;
+    const int32_t *count = in_batch->count.data, *fresh = in_batch->fresh.data, *slot_of = in_batch->slot.data;
+    const int32_t *role = in_batch->role.data, *position = in_batch->position.data;
+    int width = r->top_k + a->extra < r->experts ? r->top_k + a->extra : r->experts;
+    int fresh_count = count[2];
+    /* One scratch for all cohorts: packed rows are in slot order, so a cohort's rows are one run of them. */
+    int32_t *id = malloc(sizeof *id * (size_t)(fresh_count * width + 1));
+    float *score = malloc(sizeof *score * (size_t)(fresh_count * width + 1));
+    float *floors = malloc(sizeof *floors * (size_t)(2 * fresh_count + 1));
+    int32_t *first = malloc(sizeof *first * (size_t)(p->cohort_count + 1));
+    int32_t *kept = malloc(sizeof *kept * (size_t)(fresh_count + 1));
+    if (!id || !score || !floors || !first || !kept)
+        FAIL(FAILED, "out of memory for the candidates of %d rows", fresh_count);
+    int n = 0;
+    for (int c = 0, i = 0; c < p->cohort_count; c++) {
+        first[c] = n;
+        for (; i < fresh_count && slot_of[fresh[i]] / k->cohort == c; i++) {
+            int row = fresh[i];
+            if (role[row] != ROW_SEALING && all[slot_of[row]].fresh >> (position[row] % k->block_size) & 1)
+                kept[n++] = i;
+        }
+    }
+    first[p->cohort_count] = n;
+#pragma omp parallel for schedule(static)
+    for (int t = 0; t < n; t++) {
+        int have = cpu_route_candidates((const float *)z->data + kept[t] * z->ld, bias->data, r, width,
+                                        id + (int64_t)t * width, score + (int64_t)t * width);
+        float sum = 0;
+        for (int j = 0; j < r->top_k && j < have; j++)
+            sum += score[(int64_t)t * width + j];
+        floors[t] = a->coverage * sum;
+        for (int j = have; j < width; j++)
+            id[(int64_t)t * width + j] = -1;
+    }
+#pragma omp parallel for schedule(dynamic)
+    for (int c = 0; c < p->cohort_count; c++) {
+        const slot *lead = NULL;
+        for (int i = c * k->cohort; i < (c + 1) * k->cohort && i < s->slot_count && !lead; i++)
+            if (all[i].path >= PATH_COLD)
+                lead = &all[i];
+        if (!lead)
+            continue;
+        float value[SUM_TREE_EXPERTS];
+        candidates mine = {.rows = first[c + 1] - first[c],
+                           .width = width,
+                           .top_k = r->top_k,
+                           .id = id + (int64_t)first[c] * width,
+                           .score = score + (int64_t)first[c] * width,
+                           .floor = floors + first[c],
+                           .covered = floors + fresh_count + first[c]};
+        update(&mine, p, layer, c, lead, r, a, k, value);
+    }
+out:
+    free(id);
+    free(score);
+    free(floors);
+    free(first);
+    free(kept);
+    return st;
+}

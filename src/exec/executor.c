@@ -211,9 +211,9 @@ out:
     return st;
 }
 
-void executor_release(executor *x, int slot)
+void executor_release(executor *x, int index)
 {
-    pages_release(&x->pages, slot);
+    pages_release(&x->pages, index);
 }
 
 status executor_forward(executor *x)

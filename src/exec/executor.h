@@ -43,7 +43,7 @@ typedef struct executor {
     kv_pool kv;
     tensor decoded_cache;  /* [sparse layers * slot_count * B, H] */
     activations a;
-    pages pages;           /* which KV pages are free */
+    page_table pages;      /* which KV pages are free */
     arena pool, slot, iteration; /* by clock: KV; slots, plans and caches; activations */
 } executor;
 
@@ -63,9 +63,9 @@ void executor_close(executor *x);
 /* Can a sequence of `end` positions be admitted now (are there KV pages)? */
 bool executor_has_room(const executor *x, int32_t end);
 /* Puts a sequence into an idle slot: prompt [prompt_tokens], answered up to position `end` (exclusive). */
-status executor_admit(executor *x, int slot, const int32_t *prompt, int32_t prompt_tokens, int32_t end);
-/* The sequence of `slot` is over; its pages are free. */
-void executor_release(executor *x, int slot);
+status executor_admit(executor *x, int index, const int32_t *prompt, int32_t prompt_tokens, int32_t end);
+/* The sequence of that slot is over; its pages are free. */
+void executor_release(executor *x, int index);
 
 /* Enqueues one forward over all slots. The lane's pulse is set before. */
 status executor_forward(executor *x);

@@ -1,0 +1,95 @@
+#include "src/progress.h"
+
+#include "results/results.h"
+#include "src/options.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+struct progress {
+    bool bar;
+    int64_t total, before;
+    double shown; /* seconds of the last drawing */
+};
+
+status progress_open(progress **out, int how, int64_t total, int64_t before)
+{
+    status st = OK;
+    *out = NULL;
+    if (how == PROGRESS_OFF)
+        return OK;
+    progress *p = calloc(1, sizeof *p);
+    if (!p)
+        FAIL(FAILED, "out of memory");
+    p->bar = how == PROGRESS_BAR || (how == PROGRESS_AUTO && isatty(STDERR_FILENO));
+    p->total = total;
+    p->before = before;
+    p->shown = -1;
+    *out = p;
+out:
+    return st;
+}
+
+static void draw(const progress *p, int64_t rows, int64_t tokens, double seconds)
+{
+    int64_t done = p->before + rows;
+    double rate = seconds > 0 ? (double)rows / seconds : 0, left = rate > 0 ? (double)(p->total - done) / rate : 0;
+    if (p->bar) {
+        enum { WIDE = 30 };
+        char bar[WIDE + 1];
+        int full = p->total > 0 ? (int)(WIDE * done / p->total) : WIDE;
+        memset(bar, ' ', WIDE);
+        memset(bar, '=', (size_t)(full < WIDE ? full : WIDE));
+        bar[WIDE] = 0;
+        fprintf(stderr, "\r[%s] %lld/%lld rows  %.0f tokens/s  %.0f s, %.0f s left ", bar, (long long)done, (long long)p->total,
+                seconds > 0 ? (double)tokens / seconds : 0, seconds, left);
+    } else {
+        fprintf(stderr, "%lld/%lld rows, %.0f tokens/s, %.0f s, about %.0f s left\n", (long long)done, (long long)p->total,
+                seconds > 0 ? (double)tokens / seconds : 0, seconds, left);
+    }
+    fflush(stderr);
+}
+
+status progress_show(progress *p, int64_t rows, int64_t tokens, double seconds)
+{
+    bool last = p->before + rows >= p->total;
+    if (p->shown >= 0 && !last && seconds - p->shown < (p->bar ? 0.2 : 10))
+        return OK;
+    if (p->shown >= 0 && last && p->shown > 1e17)
+        return OK; /* the end has been drawn */
+    draw(p, rows, tokens, seconds);
+    p->shown = last ? 1e18 : seconds;
+    return OK;
+}
+
+void progress_close(progress *p)
+{
+    if (p && p->bar)
+        fputc('\n', stderr);
+    free(p);
+}
+
+status progress_table(const char *path, int64_t total)
+{
+    status st = OK;
+    results_file *f = NULL;
+    TRY(results_read(&f, path));
+    int64_t failed = 0, tokens = 0, iterations = 0, blocks = f->blocks;
+    double seconds = 0;
+    for (int64_t i = 0; i < f->rows; i++) {
+        failed += f->output[i].row.failed;
+        tokens += f->output[i].row.tokens;
+        iterations += f->output[i].row.iterations;
+    }
+    for (int64_t i = 0; i < f->sessions; i++)
+        seconds += f->session[i].wall_seconds;
+    printf("rows         %lld of %lld done, %lld failed\n", (long long)(f->rows - failed), (long long)total, (long long)failed);
+    printf("tokens       %lld generated, %.1f a forward, %.1f iterations a block\n", (long long)tokens,
+           iterations ? (double)tokens / (double)iterations : 0, blocks ? (double)iterations / (double)blocks : 0);
+    printf("speed        %.1f tokens/s over %.1f s of decoding\n", seconds > 0 ? (double)tokens / seconds : 0, seconds);
+    printf("results      %s (%s)\n", path, f->state);
+out:
+    results_close(f);
+    return st;
+}

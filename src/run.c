@@ -1,0 +1,495 @@
+#include "src/run.h"
+
+#include "results/results.h"
+#include "src/feed.h"
+#include "src/flight.h"
+#include "src/plan/scheduler.h"
+#include "src/progress.h"
+#include "src/stage.h"
+#include "src/stop.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef struct job {
+    const options *o;
+    world *w;
+    stage stage;
+    feed_rule feed_rule;
+    feed *feed;
+    bool fed;              /* the input is exhausted */
+    json_t *run_json;
+    char dir[4096];        /* FILE.h5.d */
+    int lock;
+    results_state done;    /* of earlier sessions */
+    journal *journal;
+    flight *flight;        /* [slot_count] */
+    slot_report *report;   /* [slot_count] */
+    layer_log *log;        /* --trace: [sparse layers * cohorts] */
+    row **queue;           /* rows waiting for a slot: [queue_room], the first queue_count */
+    int32_t queue_count, queue_room;
+    int32_t *want;         /* [size] */
+    result_phase counters;
+    int64_t total, recorded, failed; /* rows of the job; of this rank and session */
+    double started, committed, published;
+    bool stopped;
+    progress *progress;
+} job;
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ---- before the first forward */
+
+static json_t *describe(const job *j, const char *command_line)
+{
+    json_t *all = stage_json(&j->stage), *data = NULL;
+    json_object_set_new(all, "program", json_string("epoch"));
+    json_object_set_new(all, "version", json_string(EPOCH_VERSION));
+    json_object_set_new(all, "command_line", json_string(command_line));
+    json_object_set_new(all, "settings", options_json(j->o));
+    json_object_set_new(all, "rows_total", json_integer(j->total));
+    if (feed_json(&data, j->feed) == OK)
+        json_object_set(all, "datasets", data);
+    json_decref(data);
+    char host[256] = "";
+    gethostname(host, sizeof host - 1);
+    json_object_set_new(all, "hosts", json_string(host));
+    return all;
+}
+
+/* Rank 0: is the output free, and whose turn is it? */
+static status claim_output(job *j)
+{
+    status st = OK;
+    if (access(j->o->out, F_OK) == 0 && !j->o->resume)
+        FAIL(BAD_INPUT, "%s exists already: --resume goes on with it, or name another --out", j->o->out);
+    TRY(results_lock(&j->lock, j->dir, true, j->o->lock_wait));
+    TRY(results_scan(&j->done, j->dir));
+    if (j->done.sessions > 0 && !j->o->resume)
+        FAIL(BAD_INPUT, "%s holds %lld rows of an unfinished run: --resume goes on with it, or remove it", j->dir,
+             (long long)(j->done.done + j->done.failed));
+out:
+    return st;
+}
+
+static status open_job(job *j, const char *command_line)
+{
+    status st = OK;
+    world *w = j->w;
+    const options *o = j->o;
+    char *text = NULL;
+    TRY(w->agree(w, stage_check(&j->stage, o, w)));
+    j->feed_rule = (feed_rule){.data = o->data,
+                               .data_count = o->data_count,
+                               .dataset = {.prompt_field = o->prompt_field, .limit = o->limit},
+                               .shots = o->shots};
+    st = feed_open(&j->feed, &j->feed_rule);
+    if (st == OK && w->rank == 0)
+        st = feed_count(&j->total, &j->feed_rule, o->strict);
+    TRY(w->agree(w, st));
+    TRY(w->bcast(w, &j->total, sizeof j->total, 0));
+    if (o->dry_run) {
+        if (w->rank == 0)
+            stage_print(&j->stage, stdout);
+        return OK;
+    }
+    snprintf(j->dir, sizeof j->dir, "%s.d", o->out);
+    TRY(w->agree(w, w->rank == 0 ? claim_output(j) : OK));
+    TRY(w->agree(w, stage_load(&j->stage)));
+    if (w->rank == 0) {
+        j->run_json = describe(j, command_line);
+        text = json_dumps(j->run_json, JSON_SORT_KEYS);
+        st = results_begin(o->out, j->dir, text, j->done.sessions);
+        if (st == OK)
+            st = results_lock_share(j->lock);
+    }
+    TRY(w->agree(w, st));
+    st = w->rank == 0 ? OK : results_lock(&j->lock, j->dir, false, o->lock_wait);
+    if (st == OK && w->rank != 0)
+        st = results_scan(&j->done, j->dir);
+    TRY(w->agree(w, st));
+    st = journal_open(&j->journal, j->dir, w->rank, j->done.sessions);
+    size_t n = (size_t)j->stage.slot_count;
+    j->flight = calloc(n + 1, sizeof *j->flight);
+    j->report = calloc(n + 1, sizeof *j->report);
+    j->log = calloc((size_t)j->stage.executor->plans.log.rows + 1, sizeof *j->log);
+    j->queue_room = j->stage.slot_count + 1;
+    j->queue = calloc((size_t)j->queue_room, sizeof *j->queue);
+    j->want = calloc((size_t)w->size, sizeof *j->want);
+    if (st == OK && (!j->flight || !j->report || !j->log || !j->queue || !j->want))
+        st = status_fail(FAILED, __FILE__, __LINE__, "out of memory");
+    TRY(w->agree(w, st));
+    if (w->rank == 0)
+        TRY(progress_open(&j->progress, o->progress, j->total, j->done.done + j->done.failed));
+out:
+    free(text);
+    return st;
+}
+
+/* ---- between forwards */
+
+/* Rows of the earlier sessions are not dealt again. A row of several turns is done when its last turn is. */
+static bool row_done(const job *j, const row *r)
+{
+    int last = r->example.turns > 0 ? r->example.turns - 1 : 0;
+    return j->done.sessions > 0 && (results_done(&j->done, r->dataset, r->example.id, last) ||
+                                    (r->example.error && results_done(&j->done, r->dataset, r->example.id, 0)));
+}
+
+/* The next row that is still to run; *out is NULL at the end, and where the row is for another rank (`mine` false). */
+static status next_row(job *j, bool mine, row **out)
+{
+    status st = OK;
+    *out = NULL;
+    if (!mine && j->done.sessions == 0) {
+        bool more;
+        TRY(feed_skip(j->feed, &more));
+        j->fed = !more;
+        return OK;
+    }
+    do {
+        row_close(*out);
+        TRY(feed_next(j->feed, out));
+    } while (*out && row_done(j, *out));
+    j->fed = !*out;
+    if (!mine) {
+        row_close(*out);
+        *out = NULL;
+    }
+out:
+    return st;
+}
+
+/* All ranks deal the rows that were asked for in the newest pulses; this rank queues its own. */
+static status deal_rows(job *j)
+{
+    status st = OK;
+    deal d = {.size = j->w->size, .want = j->want};
+    for (int rank; !j->fed && (rank = deal_next(&d)) >= 0;) {
+        row *r;
+        TRY(next_row(j, rank == j->w->rank, &r));
+        if (r)
+            j->queue[j->queue_count++] = r;
+    }
+out:
+    return st;
+}
+
+static status record(job *j, flight *f, const char *text, const char *message)
+{
+    result_row r;
+    flight_record(&r, f, text, message, now());
+    j->recorded++;
+    j->failed += r.failed;
+    j->counters.generated_tokens += r.tokens;
+    return journal_row(j->journal, &r);
+}
+
+/* Encodes the row at f; *why says why it cannot run. */
+static status encode(job *j, flight *f, const char **why)
+{
+    const stage *s = &j->stage;
+    *why = f->row->example.error;
+    if (*why)
+        return OK;
+    if (!*f->row->example.turn[f->row->turn]) {
+        *why = "the prompt is empty";
+        return OK;
+    }
+    status st = feed_encode(j->feed, f->row, s->chat, s->tokenizer, &f->prompt);
+    if (st == BAD_INPUT) {
+        *why = status_message();
+        return OK;
+    }
+    int64_t most = s->rule.max_tokens, end = (int64_t)f->prompt.count + j->o->gen_len;
+    if ((int64_t)f->prompt.count >= most)
+        *why = "the prompt leaves no room for an answer (max_position_embeddings)";
+    f->end = (int32_t)(end < most ? end : most);
+    return st;
+}
+
+/* Puts waiting rows into idle slots. A row that cannot run is recorded as failed. */
+static status fill_slots(job *j)
+{
+    status st = OK;
+    executor *x = j->stage.executor;
+    for (int32_t i = 0; i < j->stage.slot_count && j->queue_count > 0; i++) {
+        flight *f = &j->flight[i];
+        while (!f->row && j->queue_count > 0) {
+            const char *why;
+            f->row = j->queue[0];
+            TRY(encode(j, f, &why));
+            if (!why && !executor_has_room(x, f->end)) { /* it waits until pages are free */
+                f->row = NULL;
+                flight_clear(f);
+                return OK;
+            }
+            memmove(j->queue, j->queue + 1, sizeof *j->queue * (size_t)--j->queue_count);
+            if (why) {
+                TRY(record(j, f, NULL, why));
+                flight_clear(f);
+                continue;
+            }
+            f->started = now();
+            TRY(executor_admit(x, i, f->prompt.id, (int32_t)f->prompt.count, f->end));
+        }
+    }
+out:
+    return st;
+}
+
+static void set_pulse(job *j)
+{
+    int32_t flying = 0, *p = j->stage.lane->pulse;
+    for (int32_t i = 0; i < j->stage.slot_count; i++)
+        flying += j->flight[i].row != NULL;
+    int32_t free_slots = j->stage.slot_count - flying - j->queue_count;
+    bool stop = stop_asked() || (j->o->time_budget > 0 && now() - j->started > j->o->time_budget) ||
+                (j->o->stop_file && access(j->o->stop_file, F_OK) == 0);
+    p[PULSE_BUSY] = flying + j->queue_count;
+    p[PULSE_WANT] = free_slots > 0 ? free_slots : 0;
+    p[PULSE_STOP] = stop;
+    p[PULSE_DONE] = (int32_t)j->recorded;
+    p[PULSE_TOKENS] = (int32_t)(j->counters.generated_tokens & 0x7fffffff);
+    p[PULSE_STEPS] = (int32_t)(j->counters.forwards & 0x7fffffff);
+}
+
+/* ---- after a forward */
+
+/* A finished turn: its answer is recorded; a row with another turn goes back to the front of the queue. */
+static status land(job *j, int32_t index, const char *why)
+{
+    status st = OK;
+    flight *f = &j->flight[index];
+    char *text = NULL;
+    size_t bytes;
+    executor_release(j->stage.executor, index);
+    TRY(tokenizer_decode(j->stage.tokenizer, &text, &bytes, f->answer.id, f->answer.count, true));
+    TRY(record(j, f, text, why));
+    if (!why && f->row->turn + 1 < f->row->example.turns) {
+        row *r = f->row;
+        f->row = NULL;
+        r->answer[r->turn++] = text;
+        text = NULL;
+        memmove(j->queue + 1, j->queue, sizeof *j->queue * (size_t)j->queue_count++);
+        j->queue[0] = r;
+    }
+    flight_clear(f);
+out:
+    free(text);
+    return st;
+}
+
+/* One slot's part of the job's counters. */
+static void count(job *j, const slot_report *rep)
+{
+    int32_t block = j->stage.rule.block.block_size;
+    j->counters.rows_fresh[PATH_PREFILL] += (int64_t)rep->filled * block;
+    if (rep->path >= PATH_COLD) {
+        j->counters.rows_fresh[rep->path] += rep->fresh;
+        j->counters.rows_cached[rep->path] += block - rep->fresh;
+    }
+}
+
+static status trace(job *j, const flight *f, int32_t index, const slot_report *rep)
+{
+    const plans *p = &j->stage.executor->plans;
+    int32_t cohort = index / j->stage.rule.block.cohort, layers = p->layers;
+    double support = 0, distinct = 0, covered = 0, tested = 0;
+    for (int32_t l = 0; l < layers; l++) {
+        const layer_log *g = &j->log[l * p->cohort_count + cohort];
+        support += g->support;
+        distinct += g->distinct;
+        covered += g->covered;
+        tested += g->tested;
+    }
+    result_iteration it = {.order = f->row->order,
+                           .turn = f->row->turn,
+                           .block = rep->block,
+                           .iteration = rep->iteration,
+                           .path = rep->path,
+                           .live = rep->live,
+                           .newly = rep->newly,
+                           .stable = rep->stable,
+                           .fresh = rep->fresh,
+                           .commits = __builtin_popcountll(rep->committed),
+                           .forced = rep->forced,
+                           .committed = rep->committed,
+                           .support_size = (float)(support / layers),
+                           .distinct_experts = (float)(distinct / layers),
+                           .coverage = (float)(tested > 0 ? covered / tested : 1)};
+    return journal_iteration(j->journal, &it);
+}
+
+static status take_reports(job *j)
+{
+    status st = OK;
+    executor *x = j->stage.executor;
+    const block_rule *k = &j->stage.rule.block;
+    TRY(executor_reports(x, j->report));
+    if (j->o->trace)
+        TRY(x->backend->download(x->backend, j->log, &x->plans.log));
+    for (int32_t i = 0; i < j->stage.slot_count; i++) {
+        const slot_report *rep = &j->report[i];
+        flight *f = &j->flight[i];
+        if (!f->row || rep->path == PATH_NONE)
+            continue;
+        count(j, rep);
+        TRY(flight_report(f, rep, k));
+        if (j->o->trace && rep->path >= PATH_COLD && !rep->broken)
+            TRY(trace(j, f, i, rep));
+        if (rep->broken)
+            TRY(land(j, i, "the logits are not finite"));
+        else if (rep->sequence_done)
+            TRY(land(j, i, NULL));
+    }
+out:
+    return st;
+}
+
+static status commit(job *j)
+{
+    status st = OK;
+    lane_traffic t;
+    backend *b = j->stage.backend;
+    TRY(b->mark(b, PHASE_HOST));
+    TRY(b->laps(b, j->counters.seconds));
+    TRY(j->stage.lane->traffic(j->stage.lane, &t));
+    j->counters.rows_dispatched += t.rows_sent;
+    j->counters.rows_received += t.rows_received;
+    j->counters.bytes_dispatched += t.bytes_dispatched;
+    j->counters.bytes_combined += t.bytes_combined;
+    j->counters.wall_seconds = now() - j->started;
+    TRY(journal_commit(j->journal, &j->counters));
+    j->committed = now();
+out:
+    return st;
+}
+
+/* What all ranks said before this forward: the sums that progress and the end need. */
+static int64_t pulse_sum(const job *j, int what)
+{
+    int64_t sum = 0;
+    for (int r = 0; r < j->w->size; r++)
+        sum += j->stage.lane->pulses[r * PULSE + what];
+    return sum;
+}
+
+/* The loop: every rank goes through the same forwards, since all hear the same pulses. */
+static status decode(job *j)
+{
+    status st = OK;
+    world *w = j->w;
+    backend *b = j->stage.backend;
+    const options *o = j->o;
+    double ignored[PHASES] = {0};
+    for (int r = 0; r < w->size; r++) {
+        int total = o->batch_per_rank ? o->batch_per_rank * w->size : o->batch;
+        j->want[r] = deal_evenly(total, w->size, r);
+    }
+    j->started = j->committed = j->published = now();
+    TRY(b->laps(b, ignored));
+    for (;;) {
+        TRY(deal_rows(j));
+        TRY(fill_slots(j));
+        set_pulse(j);
+        TRY(b->mark(b, PHASE_HOST));
+        TRY(executor_forward(j->stage.executor));
+        j->counters.forwards++;
+        TRY(take_reports(j));
+        for (int r = 0; r < w->size; r++)
+            j->want[r] = j->stage.lane->pulses[r * PULSE + PULSE_WANT];
+        if (j->progress)
+            TRY(progress_show(j->progress, pulse_sum(j, PULSE_DONE), pulse_sum(j, PULSE_TOKENS), now() - j->started));
+        if (pulse_sum(j, PULSE_STOP) > 0) {
+            j->stopped = true;
+            break;
+        }
+        if (j->fed && pulse_sum(j, PULSE_BUSY) == 0)
+            break;
+        if (now() - j->committed >= o->commit_every)
+            TRY(commit(j));
+        if (w->rank == 0 && o->publish_every > 0 && now() - j->published >= o->publish_every) {
+            TRY(results_publish(o->out, j->dir, NULL, "partial"));
+            j->published = now();
+        }
+    }
+    TRY(commit(j));
+out:
+    return st;
+}
+
+/* ---- the end */
+
+static status finish(job *j)
+{
+    status st = OK;
+    world *w = j->w;
+    if (w->rank == 0) {
+        progress_close(j->progress);
+        j->progress = NULL;
+        st = results_publish(j->o->out, j->dir, NULL, j->stopped ? "interrupted" : "complete");
+        if (st == OK)
+            st = progress_table(j->o->out, j->total);
+    }
+    TRY(w->agree(w, st));
+    int64_t mine = j->failed, *all = calloc((size_t)w->size, sizeof *all), sum = 0;
+    if (!all)
+        FAIL(FAILED, "out of memory");
+    st = w->gather(w, all, &mine, sizeof mine);
+    for (int r = 0; r < w->size && w->rank == 0; r++)
+        sum += all[r];
+    free(all);
+    TRY(st);
+    TRY(w->bcast(w, &sum, sizeof sum, 0));
+    st = j->stopped ? STOPPED : sum + j->done.failed > 0 ? ROWS_FAILED : OK;
+out:
+    return st;
+}
+
+static void close_job(job *j)
+{
+    progress_close(j->progress);
+    for (int32_t i = 0; j->flight && i < j->stage.slot_count; i++)
+        flight_clear(&j->flight[i]);
+    for (int32_t i = 0; i < j->queue_count; i++)
+        row_close(j->queue[i]);
+    free(j->flight);
+    free(j->report);
+    free(j->log);
+    free(j->queue);
+    free(j->want);
+    journal_close(j->journal);
+    results_scan_close(&j->done);
+    json_decref(j->run_json);
+    feed_close(j->feed);
+    stage_close(&j->stage);
+    if (j->lock >= 0)
+        close(j->lock);
+}
+
+status run(const options *o, world *w, const char *command_line, bool *together)
+{
+    status st = OK;
+    job j = {.o = o, .w = w, .lock = -1};
+    *together = true;
+    stop_listen();
+    TRY(open_job(&j, command_line));
+    if (o->dry_run)
+        goto out;
+    *together = false;
+    TRY(decode(&j));
+    *together = true;
+    TRY(finish(&j));
+out:
+    close_job(&j);
+    return st;
+}

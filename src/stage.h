@@ -1,0 +1,44 @@
+/* What a run stands on: checkpoint, tokenizer, rules, backend, lane and executor of this rank. */
+#ifndef EPOCH_STAGE_H
+#define EPOCH_STAGE_H
+
+#include "src/exec/executor.h"
+#include "src/lane.h"
+#include "src/model/tokenizer.h"
+#include "src/options.h"
+#include "src/plan/plan.h"
+#include "src/plan/scheduler.h"
+#include "src/world.h"
+
+#include <jansson.h>
+
+typedef struct stage {
+    const options *options;
+    world *world;
+    model_config config;
+    tokenizer *tokenizer;
+    chat_template *chat;
+    uint64_t checkpoint_hash;
+    int32_t slot_count, most_slots; /* of this rank, and of the rank that has most */
+    executor_rule rule;
+    weight_rule weight_rule;
+    sum_tree *tree;
+    backend *backend;
+    weights *weights;
+    lane *lane;
+    executor *executor;
+} stage;
+
+/* Reads and checks everything that is cheap: config, headers, tokenizer, chat form, ids, rules, the deal of experts.
+ * BAD_INPUT. The stage borrows options and world; stage_close in any case. */
+status stage_check(stage *s, const options *o, world *w);
+/* Takes memory, loads this rank's weights, opens lane and executor. */
+status stage_load(stage *s);
+void stage_close(stage *s);
+
+/* --dry-run: shards and memory of every rank, as text. */
+void stage_print(const stage *s, FILE *to);
+/* Settings that decide the outputs, the model and where it runs: attributes of the results. Owned by the caller. */
+json_t *stage_json(const stage *s);
+
+#endif

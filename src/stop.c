@@ -1,6 +1,7 @@
 #include "src/stop.h"
 
 #include <signal.h>
+#include <stddef.h>
 
 static volatile sig_atomic_t asked;
 

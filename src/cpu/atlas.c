@@ -10,8 +10,8 @@
  *     score_e = H_e + beta * G_e; a round adds at most c experts of positive score; ties: the lower id
  *     done when |U| <= (1 - q) N; no positive score before that: the layer routes over all experts (universe). */
 #include "src/cpu/cpu.h"
+#include "src/cpu/plans.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { SUPPORT_NONE, SUPPORT_HOLDS, SUPPORT_UNIVERSE };
@@ -130,8 +130,10 @@ static void update(candidates *c, plans *p, int layer, int cohort, const slot *s
     bool wanted = cold || slot_update_due(sl->iteration, sl->since_update, k);
     if (!cold && *flag == SUPPORT_HOLDS) {
         int under = test_coverage(c, (uint32_t *)support, a->coverage, log);
-        if (!wanted && under > atlas_allowed(c->rows, a->covered_share))
-            wanted = log->rebuilt = 1;
+        if (!wanted && under > atlas_allowed(c->rows, a->covered_share)) {
+            wanted = true;
+            log->rebuilt = 1;
+        }
     }
     if (wanted && c->rows > 0) {
         memset(support, 0, (size_t)words * sizeof *support);
@@ -145,23 +147,19 @@ static void update(candidates *c, plans *p, int layer, int cohort, const slot *s
 status cpu_support(backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in_batch,
                    const slots *s, const route_rule *r, const atlas_rule *a, const block_rule *k)
 {
-    (void)b;
     if (!k->restrict_experts)
         return OK;
     status st = OK;
     const slot *all = s->slot.data;
-    const int32_t *count = in_batch->count.data, *fresh = in_batch->fresh.data, *slot_of = in_batch->slot.data;
+    const int32_t *fresh = in_batch->fresh.data, *slot_of = in_batch->slot.data;
     const int32_t *role = in_batch->role.data, *position = in_batch->position.data;
     int width = r->top_k + a->extra < r->experts ? r->top_k + a->extra : r->experts;
-    int fresh_count = count[2];
-    /* One scratch for all cohorts: packed rows are in slot order, so a cohort's rows are one run of them. */
-    int32_t *id = malloc(sizeof *id * (size_t)(fresh_count * width + 1));
-    float *score = malloc(sizeof *score * (size_t)(fresh_count * width + 1));
-    float *floors = malloc(sizeof *floors * (size_t)(2 * fresh_count + 1));
-    int32_t *first = malloc(sizeof *first * (size_t)(p->cohort_count + 1));
-    int32_t *kept = malloc(sizeof *kept * (size_t)(fresh_count + 1));
-    if (!id || !score || !floors || !first || !kept)
-        FAIL(FAILED, "out of memory for the candidates of %d rows", fresh_count);
+    int64_t fresh_count = cpu_used(&in_batch->fresh);
+    cpu *self = cpu_of(b);
+    TRY(cpu_scratch(self, sizeof(int32_t) * (size_t)(fresh_count * (2 * width + 3) + p->cohort_count + 1), 0));
+    /* Packed rows are in slot order, so a cohort's rows are one run of them. */
+    int32_t *first = self->shared.data, *kept = first + p->cohort_count + 1, *id = kept + fresh_count;
+    float *score = (float *)(id + fresh_count * width), *floors = score + fresh_count * width;
     int n = 0;
     for (int c = 0, i = 0; c < p->cohort_count; c++) {
         first[c] = n;
@@ -172,10 +170,10 @@ status cpu_support(backend *b, plans *p, int layer, const tensor *z, const tenso
         }
     }
     first[p->cohort_count] = n;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(cpu_threads(self, (double)n *r->experts * 40))
     for (int t = 0; t < n; t++) {
-        int have = cpu_route_candidates((const float *)z->data + kept[t] * z->ld, bias->data, r, width,
-                                        id + (int64_t)t * width, score + (int64_t)t * width);
+        int have = route_candidates((const float *)z->data + kept[t] * z->ld, bias->data, r, width,
+                                    id + (int64_t)t * width, score + (int64_t)t * width);
         float sum = 0;
         for (int j = 0; j < r->top_k && j < have; j++)
             sum += score[(int64_t)t * width + j];
@@ -183,7 +181,7 @@ status cpu_support(backend *b, plans *p, int layer, const tensor *z, const tenso
         for (int j = have; j < width; j++)
             id[(int64_t)t * width + j] = -1;
     }
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) num_threads(cpu_threads(self, (double)n *width * 40))
     for (int c = 0; c < p->cohort_count; c++) {
         const slot *lead = NULL;
         for (int i = c * k->cohort; i < (c + 1) * k->cohort && i < s->slot_count && !lead; i++)
@@ -202,10 +200,5 @@ status cpu_support(backend *b, plans *p, int layer, const tensor *z, const tenso
         update(&mine, p, layer, c, lead, r, a, k, value);
     }
 out:
-    free(id);
-    free(score);
-    free(floors);
-    free(first);
-    free(kept);
     return st;
 }

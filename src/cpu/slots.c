@@ -1,5 +1,6 @@
 /* The life of blocks on the CPU: which rows a forward has, and what its decisions do to the slots. */
 #include "src/cpu/cpu.h"
+#include "src/cpu/plans.h"
 
 #include <math.h>
 #include <string.h>

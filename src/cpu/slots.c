@@ -41,6 +41,12 @@ static void start_blocks(slots *s, plans *p, const block_rule *r)
     }
 }
 
+/* Does this forward compute every row of the block, by plan or by fallback? */
+static inline bool renews(const slot *sl)
+{
+    return sl->path == PATH_COLD || sl->path == PATH_REFRESH || sl->cause != ROWS_NONE;
+}
+
 /* Chooses the path of a refining slot, checks what the path relies on, and sets its fresh mask. */
 static void choose(slot *sl, const int32_t *token, const block_rule *r)
 {
@@ -63,8 +69,7 @@ static void choose(slot *sl, const int32_t *token, const block_rule *r)
             sl->cause = ROWS_OVERDUE;
         }
     }
-    bool whole = sl->path == PATH_COLD || sl->path == PATH_REFRESH || sl->cause != ROWS_NONE;
-    sl->fresh = whole ? all : all & ~(sl->decoded & sl->before);
+    sl->fresh = renews(sl) ? all : all & ~(sl->decoded & sl->before);
 }
 
 /* Appends one query block to the batch. */
@@ -244,7 +249,7 @@ status cpu_commit(backend *b, slots *s, const tensor *best, const batch *in, con
                     token[k] = mine->id;
                 mine++;
             }
-        if (sl->fresh == whole) {
+        if (renews(sl)) {
             sl->age = 0;
             sl->cache_block = sl->block;
             sl->cache_version = sl->version;

@@ -85,11 +85,13 @@ static status parse_spec(dataset *d, const char *spec)
     status st = OK;
     const char *colon = strchr(spec, ':');
     for (int k = 0; colon && k < KINDS; k++)
-        if (strlen(kinds[k]->name) == (size_t)(colon - spec) && strncmp(spec, kinds[k]->name, strlen(kinds[k]->name)) == 0)
+        if (strlen(kinds[k]->name) == (size_t)(colon - spec) &&
+            strncmp(spec, kinds[k]->name, strlen(kinds[k]->name)) == 0)
             d->kind = kinds[k];
     if (!d->kind)
-        FAIL(BAD_INPUT, "%s: unknown kind, want KIND:PATH[@FROM-TO], KIND one of gsm8k, mgsm, humaneval, "
-             "mtbench, jsonl", spec);
+        FAIL(BAD_INPUT,
+             "%s: unknown kind, want KIND:PATH[@FROM-TO], KIND one of gsm8k, mgsm, humaneval, mtbench, jsonl",
+             spec);
     TRY(parse_range(d, colon + 1, spec));
 out:
     return st;
@@ -136,8 +138,9 @@ static status settle_id(dataset *d, example *e, int64_t number)
         int shown = (int)strnlen(e->id, 80);
         while (((unsigned char)e->id[shown] & 0xc0) == 0x80) /* not inside a character */
             shown--;
-        st = status_fail(BAD_INPUT, __FILE__, __LINE__, "%s: id \"%.*s\" stands on line %" PRId64 " too, want each id once",
-                         d->where, shown, e->id, first);
+        st = status_fail(BAD_INPUT, __FILE__, __LINE__,
+                         "%s: id \"%.*s\" stands on line %" PRId64 " too, want each id once", d->where, shown, e->id,
+                         first);
         free(e->id);
         e->id = NULL;
     }
@@ -182,7 +185,7 @@ static status read_row(dataset *d, example *e, bool *more)
     snprintf(d->where, d->where_room, "%s:%" PRId64, d->path, l.number);
     TRY(spoil(&x, parse_row(d, &x, &l)));
     TRY(spoil(&x, settle_id(d, &x, l.number)));
-    if (!x.id) /* it cannot be another row's own id: those are numbers, or texts of the file's making */
+    if (!x.id) /* not the bare number: that may well be another row's own id */
         TRY(number_id(&x, "line %" PRId64, l.number));
     if (!x.gold && !(x.gold = strdup("{}")))
         FAIL(FAILED, "no memory for a row");

@@ -1,4 +1,4 @@
-/* Any JSON lines: the prompt under a chosen key (a text, or an array of texts: the turns); "id" and "answer" if there. */
+/* Any JSON lines: the prompt under a chosen key (a text, or an array of texts: the turns); perhaps "id", "answer". */
 #include "datasets/row.h"
 
 #include <stdlib.h>
@@ -53,5 +53,7 @@ out:
     return st;
 }
 
-const row_kind row_jsonl = {
-    .name = "jsonl", .form = "an object whose prompt field is a text or an array of texts", .own_ids = true, .parse = parse};
+const row_kind row_jsonl = {.name = "jsonl",
+                            .form = "an object whose prompt field is a text or an array of texts",
+                            .own_ids = true,
+                            .parse = parse};

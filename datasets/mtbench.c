@@ -15,8 +15,7 @@ static status parse(example *e, const char *text, const row_place *p)
     if (!json_is_array(turns))
         FAIL(BAD_INPUT, "%s: \"turns\" is %s, want an array of strings", p->where, json_type_name(turns));
     TRY(row_turns(e, turns, "turns", p->where));
-    TRY(row_gold(e,
-                 json_pack("{s:s, s:O*}", "category", category, "reference", json_object_get(row, "reference")),
+    TRY(row_gold(e, json_pack("{s:s, s:O*}", "category", category, "reference", json_object_get(row, "reference")),
                  p->where));
 out:
     json_decref(row);

@@ -5,7 +5,7 @@
 #include "datasets/dataset.h"
 #include "src/base/json.h"
 
-typedef struct row_place { /* where a row stands */
+typedef struct row_place {    /* where a row stands */
     const char *where;        /* "FILE:LINE", the beginning of every message */
     const char *prompt_field; /* jsonl */
     const char *language;     /* mgsm */

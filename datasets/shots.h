@@ -13,9 +13,10 @@ typedef struct shots {
     char **question, **answer; /* [count], verbatim, NUL-terminated UTF-8 */
 } shots;
 
-/* The first N rows of FILE from spec "N:FILE", N from 1 to SHOTS_MOST. FILE is a gsm8k file, or KIND:PATH of a kind whose
- * rows have an answer (gsm8k, mgsm, jsonl), a range behind it if wanted; prompt_field as in dataset_rule. BAD_INPUT: a
- * bad spec or file, fewer rows, a bad row, a row of several turns or without an answer. Close accepts NULL. */
+/* The first N rows of FILE from spec "N:FILE", N from 1 to SHOTS_MOST. FILE is a gsm8k file, or KIND:PATH of a kind
+ * whose rows have an answer (gsm8k, mgsm, jsonl), a range behind it if wanted; prompt_field as in dataset_rule.
+ * BAD_INPUT: a bad spec or file, fewer rows, a bad row, a row of several turns or without an answer. Close accepts
+ * NULL. */
 status shots_open(shots **out, const char *spec, const char *prompt_field);
 void shots_close(shots *s);
 

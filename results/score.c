@@ -19,10 +19,10 @@ typedef struct language {
 
 static const language gsm8k = {"", "#### ", "", false};
 static const language languages[] = {
-    {"bn", "উত্তর হল ", "", false},  {"de", "Die Antwort lautet ", "", true}, {"en", "The answer is ", "", false},
+    {"bn", "উত্তর হল ", "", false},        {"de", "Die Antwort lautet ", "", true}, {"en", "The answer is ", "", false},
     {"es", "La respuesta es ", "", true}, {"fr", "La réponse est ", "", true},     {"ja", "答えは", "です。", false},
-    {"ru", "Ответ — ", "", true},    {"sw", "Jibu ni ", "", false},           {"te", "సమాధానం ", "", false},
-    {"th", "คำตอบคือ ", "", false},   {"zh", "答案是 ", "。", false}};
+    {"ru", "Ответ — ", "", true},         {"sw", "Jibu ni ", "", false},           {"te", "సమాధానం ", "", false},
+    {"th", "คำตอบคือ ", "", false},        {"zh", "答案是 ", "。", false}};
 
 static status find_language(const language **out, const char *name)
 {
@@ -177,7 +177,7 @@ static char fold_one(unsigned c, unsigned next, bool all)
     }
 }
 
-/* A copy in which other forms of minus and, if `all`, of digits and separators are ASCII. Never longer than the text. */
+/* A copy in which other forms of minus and, if `all`, of digits and separators are ASCII. Never longer. */
 static status fold(char **out, const char *text, bool all)
 {
     status st = OK;

@@ -163,9 +163,11 @@ static void test_samples(void **state)
     assert_int_equal(dataset_open(&d, "gsm8k:" SAMPLES "gsm8k_demo.jsonl", &all), OK);
     assert_string_equal(dataset_name(d), "gsm8k");
     assert_int_equal(dataset_next(d, &e, &more), OK);
-    assert_string_equal(e.turn[0], "Nora has $151. She saves $57 every week for 2 weeks. How much money does Nora have then?");
-    assert_string_equal(e.gold, "{\"answer\": \"In 2 weeks, Nora saves 57*2 = <<57*2=114>>114 dollars.\\nOkay. Then she "
-                                "has 151+114 = <<151+114=265>>265 dollars. Fine.\\n#### 265\"}");
+    assert_string_equal(e.turn[0],
+                        "Nora has $151. She saves $57 every week for 2 weeks. How much money does Nora have then?");
+    assert_string_equal(e.gold,
+                        "{\"answer\": \"In 2 weeks, Nora saves 57*2 = <<57*2=114>>114 dollars.\\nOkay. Then she "
+                        "has 151+114 = <<151+114=265>>265 dollars. Fine.\\n#### 265\"}");
     assert_string_equal(e.id, "1");
     example_close(&e);
     dataset_close(d);
@@ -203,12 +205,15 @@ static void test_nothing_is_trimmed(void **state)
 {
     (void)state;
     example e = {0};
-    put_text("row", "{\"task_id\": \"T/1\", \"prompt\": \"\\n  x \\t\\u00e9e\\u0301\\u200c\\r\\n\\n\", \"entry_point\": "
-                    "\"f\", \"test\": \" t\\n\", \"canonical_solution\": \"\\n s\"}");
+    put_text("row",
+             "{\"task_id\": \"T/1\", \"prompt\": \"\\n  x \\t\\u00e9e\\u0301\\u200c\\r\\n\\n\", \"entry_point\": "
+             "\"f\", \"test\": \" t\\n\", \"canonical_solution\": \"\\n s\"}");
     assert_int_equal(rows_of(spec_of("humaneval", "row", ""), &all, &e, NULL), 1);
-    assert_string_equal(e.turn[0], "\n  x \t\xc3\xa9" "e\xcc\x81\xe2\x80\x8c\r\n\n");
+    assert_string_equal(e.turn[0], "\n  x \t\xc3\xa9"
+                                   "e\xcc\x81\xe2\x80\x8c\r\n\n");
     assert_string_equal(e.id, "T/1");
-    assert_string_equal(e.gold, "{\"test\": \" t\\n\", \"entry_point\": \"f\", \"prompt\": \"\\n  x \\t\xc3\xa9" "e\xcc\x81"
+    assert_string_equal(e.gold, "{\"test\": \" t\\n\", \"entry_point\": \"f\", \"prompt\": \"\\n  x \\t\xc3\xa9"
+                                "e\xcc\x81"
                                 "\xe2\x80\x8c\\r\\n\\n\", \"canonical_solution\": \"\\n s\"}");
     put_text("mgsm_te.tsv.gz", "  \"zwei\"  \xe2\x80\x8c \t-1,234");
     assert_int_equal(rows_of(spec_of("mgsm", "mgsm_te.tsv.gz", ""), &all, &e, NULL), 1);
@@ -257,10 +262,10 @@ static void test_ranges(void **state)
         const char *range;
         int64_t limit, rows;
         const char *last;
-    } c[] = {{"", 0, 5, "5"},     {"@1-", 0, 5, "5"},  {"@-5", 0, 5, "5"},  {"@-1", 0, 1, "1"},   {"@5-5", 0, 1, "5"},
-             {"@5-", 0, 1, "5"},  {"@2-4", 0, 3, "4"}, {"@2-4", 2, 2, "3"}, {"@2-4", 3, 3, "4"}, {"@2-4", 9, 3, "4"},
-             {"@4-99", 0, 2, "5"}, {"@6-", 0, 0, NULL}, {"", 1, 1, "1"},     {"", 5, 5, "5"},     {"", INT64_MAX, 5, "5"},
-             {"@3-9223372036854775807", 0, 3, "5"}};
+    } c[] = {{"", 0, 5, "5"},     {"@1-", 0, 5, "5"},  {"@-5", 0, 5, "5"},      {"@-1", 0, 1, "1"},
+             {"@5-5", 0, 1, "5"}, {"@5-", 0, 1, "5"},  {"@2-4", 0, 3, "4"},     {"@2-4", 2, 2, "3"},
+             {"@2-4", 3, 3, "4"}, {"@2-4", 9, 3, "4"}, {"@4-99", 0, 2, "5"},    {"@6-", 0, 0, NULL},
+             {"", 1, 1, "1"},     {"", 5, 5, "5"},     {"", INT64_MAX, 5, "5"}, {"@3-9223372036854775807", 0, 3, "5"}};
     put_text("five", GSM8K GSM8K GSM8K GSM8K GSM8K);
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         example e = {0};
@@ -321,21 +326,34 @@ static void test_row_messages(void **state)
     static const char bench[] = "{\"question_id\": 1, \"category\": \"c\", \"turns\": [\"a\", \"b\"]}\n";
     static const char plain[] = "{\"prompt\": \"p\"}\n";
     refuses_row("gsm8k", GSM8K, "{\"question\": \"q\",", "column 17: not JSON: ");
-    refuses_row("gsm8k", GSM8K, "{\"question\": \"q\", \"question\": \"r\", \"answer\": \"\"}", "column 28: not JSON: dupl");
-    refuses_row("gsm8k", GSM8K, "{\"question\": \"a\\u0000b\", \"answer\": \"\"}", "column 23: not JSON: \\u0000 is not");
-    refuses_row("gsm8k", GSM8K, "{\"question\": \"a\\ud800b\", \"answer\": \"\"}", "column 23: not JSON: invalid Unicode");
+    refuses_row("gsm8k", GSM8K, "{\"question\": \"q\", \"question\": \"r\", \"answer\": \"\"}",
+                "column 28: not JSON: dupl");
+    refuses_row("gsm8k", GSM8K, "{\"question\": \"a\\u0000b\", \"answer\": \"\"}",
+                "column 23: not JSON: \\u0000 is not");
+    refuses_row("gsm8k", GSM8K, "{\"question\": \"a\\ud800b\", \"answer\": \"\"}",
+                "column 23: not JSON: invalid Unicode");
     refuses_row("gsm8k", GSM8K, "[1]", "the row is an array, want an object");
     refuses_row("gsm8k", GSM8K, "7", "the row is an integer, want an object");
     refuses_row("gsm8k", GSM8K, "{\"answer\": \"1\"}", "field \"question\" is missing");
     refuses_row("gsm8k", GSM8K, "{\"question\": \"1\", \"answer\": null}", "field \"answer\" is missing");
     refuses_row("gsm8k", GSM8K, "{\"question\": 1, \"answer\": \"1\"}", "\"question\" is an integer, want a string");
-    refuses_row("gsm8k", GSM8K, "{\"question\": \"\", \"answer\": \"1\"}", "turn 1 of \"question\" is empty, want a text");
-    static const char *const mangled[] = {"\xff", "\xc0\x80", "\xc3", "\xe0\x80\x80", "\xed\xa0\x80", "\xf0\x80\x80\x80",
-                                          "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\x80", "\xe2\x82"};
+    refuses_row("gsm8k", GSM8K, "{\"question\": \"\", \"answer\": \"1\"}",
+                "turn 1 of \"question\" is empty, want a text");
+    static const char *const mangled[] = {"\xff",
+                                          "\xc0\x80",
+                                          "\xc3",
+                                          "\xe0\x80\x80",
+                                          "\xed\xa0\x80",
+                                          "\xf0\x80\x80\x80",
+                                          "\xf4\x90\x80\x80",
+                                          "\xf5\x80\x80\x80",
+                                          "\x80",
+                                          "\xe2\x82"};
     for (size_t i = 0; i < sizeof mangled / sizeof *mangled; i++) {
         char row[64], want[64];
         snprintf(row, sizeof row, "{\"question\": \"%s\", \"answer\": \"\"}", mangled[i]);
-        snprintf(want, sizeof want, "byte 15 of the line is 0x%02x, want UTF-8 without NUL", (unsigned char)*mangled[i]);
+        snprintf(want, sizeof want, "byte 15 of the line is 0x%02x, want UTF-8 without NUL",
+                 (unsigned char)*mangled[i]);
         refuses_row("gsm8k", GSM8K, row, want);
     }
     refuses_row("mgsm", "q\t1\n", "q", "no tab, want question, tab, integer");
@@ -384,8 +402,13 @@ static void test_ids(void **state)
     static const struct {
         const char *id, *error;
         int turns;
-    } want[] = {{"a", NULL, 1},      {"7", NULL, 1},         {"3", NULL, 2}, {"line 4", "id \"a\" stands on line 1 too", 0},
-                {"line 5", "not JSON", 0}, {"b", "is missing", 0}, {"line 7", "id \"7\" stands on line 2 too", 0},
+    } want[] = {{"a", NULL, 1},
+                {"7", NULL, 1},
+                {"3", NULL, 2},
+                {"line 4", "id \"a\" stands on line 1 too", 0},
+                {"line 5", "not JSON", 0},
+                {"b", "is missing", 0},
+                {"line 7", "id \"7\" stands on line 2 too", 0},
                 {"line 8", "id \"b\" stands on line 6 too", 0}};
     dataset *d;
     example e;
@@ -632,8 +655,9 @@ static int make_folder(void **state)
 static int drop_folder(void **state)
 {
     (void)state;
-    static const char *const made[] = {"row",  "mgsm_de.tsv", "mgsm_te.tsv.gz", "crlf", "empty", "blank", "one", "five",
-                                       "a:b@host", "a@1-2",   "secret",         "nul",  "ids",   "long",  "bad.gz", "shots"};
+    static const char *const made[] = {"row", "mgsm_de.tsv", "mgsm_te.tsv.gz", "crlf",  "empty",  "blank",
+                                       "one", "five",        "a:b@host",       "a@1-2", "secret", "nul",
+                                       "ids", "long",        "bad.gz",         "shots"};
     for (size_t i = 0; i < sizeof made / sizeof *made; i++) {
         snprintf(text, sizeof text, "%s/%s", folder, made[i]);
         unlink(text);
@@ -643,11 +667,18 @@ static int drop_folder(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_samples),  cmocka_unit_test(test_real),    cmocka_unit_test(test_nothing_is_trimmed),
-        cmocka_unit_test(test_lines),    cmocka_unit_test(test_ranges),  cmocka_unit_test(test_specs),
-        cmocka_unit_test(test_row_messages), cmocka_unit_test(test_raw_nul), cmocka_unit_test(test_ids),
-        cmocka_unit_test(test_jsonl),    cmocka_unit_test(test_long_line), cmocka_unit_test(test_gzip),
-        cmocka_unit_test(test_shots)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_samples),
+                                       cmocka_unit_test(test_real),
+                                       cmocka_unit_test(test_nothing_is_trimmed),
+                                       cmocka_unit_test(test_lines),
+                                       cmocka_unit_test(test_ranges),
+                                       cmocka_unit_test(test_specs),
+                                       cmocka_unit_test(test_row_messages),
+                                       cmocka_unit_test(test_raw_nul),
+                                       cmocka_unit_test(test_ids),
+                                       cmocka_unit_test(test_jsonl),
+                                       cmocka_unit_test(test_long_line),
+                                       cmocka_unit_test(test_gzip),
+                                       cmocka_unit_test(test_shots)};
     return cmocka_run_group_tests(tests, make_folder, drop_folder);
 }

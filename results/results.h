@@ -84,7 +84,8 @@ status results_lock(int *fd, const char *dir, bool exclusive, double wait_second
 status results_lock_share(int fd);
 
 /* Rank 0, under the lock, before any journal of the session is opened: keeps run_json (a JSON object) in DIR as the
- * session's, and sweeps away unfinished FILE.h5.tmp.* of killed publishers. */
+ * session's, and sweeps away unfinished FILE.h5.tmp.* of killed publishers. The other ranks must be told the session's
+ * number: a scan of theirs sees it begun already and would count it. */
 status results_begin(const char *path, const char *dir, const char *run_json, int session);
 
 typedef struct results_index results_index;

@@ -1,6 +1,6 @@
-/* Byte-level BPE as tokenizer.json describes it, and the chat form of each family, both directions.
- * Text from a dataset is never turned into control tokens: tokenizer_encode knows no added token; only the pieces of a
- * chat form that are not the user's text do. */
+/* Byte-level BPE as tokenizer.json describes it, both directions. bpe.h holds its vocabulary and merges, split.h the
+ * expression that cuts a text into words, chat.h the chat forms.
+ * Text from a dataset is never turned into control tokens: what is not marked `control` is ordinary text. */
 #ifndef EPOCH_MODEL_TOKENIZER_H
 #define EPOCH_MODEL_TOKENIZER_H
 
@@ -17,6 +17,7 @@ typedef struct token_list {
     size_t count, room;
 } token_list;
 
+/* FAILED: no memory. */
 status token_list_add(token_list *l, int32_t id);
 void token_list_close(token_list *l);
 
@@ -25,31 +26,30 @@ status tokenizer_open(tokenizer **out, const char *dir);
 void tokenizer_close(tokenizer *t);
 
 /* Appends the ids of `bytes` of UTF-8 text. control: added tokens written in the text become their ids; without it they
- * are ordinary text. BAD_INPUT: invalid UTF-8 (names the byte offset). */
+ * are ordinary text. BAD_INPUT: invalid UTF-8 (names the byte offset). After a failure the list is as before. A
+ * tokenizer is only read: threads may share it. */
 status tokenizer_encode(const tokenizer *t, token_list *out, const char *text, size_t bytes, bool control);
 
-/* The bytes of the ids, special added tokens left out where skip_special; a malloc'd string with a NUL behind it, its
- * length in *bytes. Bytes are as the tokens give them: an answer cut inside a character may not be UTF-8. */
-status tokenizer_decode(const tokenizer *t, char **out, size_t *bytes, const int32_t *ids, size_t count, bool skip_special);
-
-int32_t tokenizer_vocab(const tokenizer *t); /* one past the largest id */
-int32_t tokenizer_control(const tokenizer *t, const char *text); /* id of the added token of that text, or -1 */
-
-/* Chat forms. A turn is one message; the answers of earlier turns stand between. */
-typedef struct chat_turn {
-    bool assistant;   /* false: the user's */
+/* The same for a text in parts, of which some are control: the ids of the whole, normalised and cut into words across
+ * the seams of the parts; an added token is recognised where it lies inside one control part. */
+typedef struct text_part {
     const char *text;
     size_t bytes;
-} chat_turn;
+    bool control;
+} text_part;
 
-typedef struct chat_template chat_template;
+status tokenizer_encode_parts(const tokenizer *t, token_list *out, const text_part *part, size_t parts);
 
-/* family: "llada2_moe" (SYSTEM part, HUMAN/ASSISTANT roles) or "llada_moe" (no SYSTEM part). file: NULL, or a template in
- * plain text that overrides it: a part before the first {user} line... see the .c file and README ("--template"). */
-status chat_template_open(chat_template **out, const char *family, const char *file);
-void chat_template_close(chat_template *c);
+/* The bytes of the ids, special added tokens left out where skip_special; a malloc'd string with a NUL behind it, its
+ * length in *bytes. Bytes are as the tokens give them: an answer cut inside a character may not be UTF-8. An id that no
+ * token has (a model's vocabulary may be padded) stands for nothing. FAILED: no memory. */
+status tokenizer_decode(const tokenizer *t, char **out, size_t *bytes, const int32_t *ids, size_t count,
+                        bool skip_special);
 
-/* Appends the ids of the whole conversation and the generation prompt. */
-status chat_encode(const chat_template *c, const tokenizer *t, token_list *out, const chat_turn *turn, int turns);
+int32_t tokenizer_vocab(const tokenizer *t);                     /* one past the largest id */
+int32_t tokenizer_control(const tokenizer *t, const char *text); /* id of the added token of that text, or -1 */
+
+/* How many leading bytes are valid UTF-8: `bytes` if all are. */
+size_t utf8_valid(const char *text, size_t bytes);
 
 #endif

@@ -2,6 +2,7 @@
  * (DESIGN section 3, "Masked routing"). Ties go to the lower id everywhere. */
 #include "src/cpu/cpu.h"
 #include "src/cpu/lanes.h"
+#include "src/cpu/plans.h"
 
 #include <assert.h>
 #include <stdlib.h>
@@ -134,7 +135,7 @@ static const int32_t *support_of(const plans *p, int layer, const slot *x, int32
 {
     if (!k->restrict_experts || sealing || x->path == PATH_COLD)
         return NULL;
-    const int32_t *words = (const int32_t *)p->support.data + ((int64_t)layer * p->cohort_count + cohort) * p->support.ld;
+    const int32_t *words = cpu_support_of(p, layer, cohort);
     return words[p->support.cols - 1] == 1 ? words : NULL;
 }
 
@@ -156,7 +157,7 @@ static void log_rows(const tensor *ids, plans *p, int layer, const batch *in, co
         if (cohort != last) {
             memset(seen, 0, sizeof seen);
             last = cohort;
-            log = (layer_log *)p->log.data + (int64_t)layer * p->cohort_count + cohort;
+            log = cpu_log_of(p, layer, cohort);
             log->fresh = log->distinct = 0;
             log->support = r->experts;
             const int32_t *words = support_of(p, layer, x, cohort, false, k);

@@ -198,8 +198,9 @@ static void test_memory_and_clocks(void **state)
     assert_true(seconds[PHASE_HEAD] >= 0.02 && seconds[PHASE_ROUTE] < 0.02 && seconds[PHASE_HOST] == 0);
     assert_int_equal(b->laps(b, seconds), OK);
     assert_true(seconds[PHASE_HEAD] == 0);
-    b->close(b);
-    b->close(NULL);
+    void (*close)(backend *) = b->close;
+    close(b);
+    close(NULL);
 }
 
 int main(void)

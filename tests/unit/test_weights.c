@@ -7,7 +7,7 @@
 #include <cmocka.h>
 
 #include "src/model/weights.h"
-#include "tests/host_backend.h"
+#include "tests/unit/host_backend.h"
 #include "tests/unit/scratch.h"
 
 #define CHECKPOINTS EPOCH_SOURCE "/tests/golden/vectors/checkpoints"

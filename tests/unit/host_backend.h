@@ -1,4 +1,4 @@
-/* A backend of host memory alone: what loading weights needs, for tests and the loader's benchmark. */
+/* A backend of host memory alone: what loading weights needs, and a count of what was asked of it. */
 #ifndef EPOCH_TESTS_HOST_BACKEND_H
 #define EPOCH_TESTS_HOST_BACKEND_H
 

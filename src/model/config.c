@@ -39,10 +39,18 @@ static const struct {
 } texts[] = {{"hidden_act", "silu"}, {"score_function", "sigmoid"}, {"router_dtype", "fp32"}};
 static const char *const false_only[] = {"use_bias", "use_qkv_bias", "attention_bias", "norm_head"};
 
-static const char *const never_null[] = {
-    "rope_theta",   "partial_rotary_factor", "rms_norm_eps", "routed_scaling_factor",         "norm_topk_prob",
-    "use_qk_norm",  "tie_word_embeddings",   "hidden_act",   "moe_router_enable_expert_bias", "score_function",
-    "router_dtype", "model_type"};
+static const char *const never_null[] = {"rope_theta",
+                                         "partial_rotary_factor",
+                                         "rms_norm_eps",
+                                         "routed_scaling_factor",
+                                         "norm_topk_prob",
+                                         "use_qk_norm",
+                                         "tie_word_embeddings",
+                                         "hidden_act",
+                                         "moe_router_enable_expert_bias",
+                                         "score_function",
+                                         "router_dtype",
+                                         "model_type"};
 
 /* The whole file as text. Owned by the caller. */
 static status read_text(char **out, size_t *length, const char *path)
@@ -111,8 +119,10 @@ static status check_family(const json_t *doc, const char *where)
     if (!type)
         FAIL(BAD_INPUT, "%s: \"model_type\" is missing, want \"llada2_moe\"", where);
     if (moe && (strcmp(type, "llada") == 0 || strcmp(type, "lladamoe") == 0))
-        FAIL(BAD_INPUT, "%s: \"model_type\" is \"%s\" with num_experts: LLaDA-MoE (one bidirectional canvas) is not "
-             "supported yet, want \"llada2_moe\"", where, type);
+        FAIL(BAD_INPUT,
+             "%s: \"model_type\" is \"%s\" with num_experts: LLaDA-MoE (one bidirectional canvas) is not "
+             "supported yet, want \"llada2_moe\"",
+             where, type);
     if (strcmp(type, "llada2_moe") != 0 && strcmp(type, "llada2_moe_veomni") != 0)
         FAIL(BAD_INPUT, "%s: \"model_type\" is \"%s\", want \"llada2_moe\" or \"llada2_moe_veomni\"", where, type);
 out:
@@ -135,8 +145,11 @@ static status merge_rope(const json_t *doc, const char *key, double *theta, doub
     TRY(json_text(&type, rope, "rope_type", type, place));
     if (strcmp(type, "default") != 0)
         FAIL(BAD_INPUT, "%s: \"%s\" has rope_type \"%s\", want null or \"default\"", where, key, type);
-    json_object_foreach((json_t *)rope, inner, v) {
-        double *flat = strcmp(inner, "rope_theta") == 0 ? theta : strcmp(inner, "partial_rotary_factor") == 0 ? factor : NULL;
+    json_object_foreach((json_t *)rope, inner, v)
+    {
+        double *flat = strcmp(inner, "rope_theta") == 0              ? theta
+                       : strcmp(inner, "partial_rotary_factor") == 0 ? factor
+                                                                     : NULL;
         double nested;
         if (strcmp(inner, "type") == 0 || strcmp(inner, "rope_type") == 0)
             continue;
@@ -174,8 +187,10 @@ static status read_rotary(model_config *c, const json_t *doc, const char *where)
                  rotary, c->head_dim, factor, c->rotary_dim);
     }
     if (c->rotary_dim < 2 || c->rotary_dim % 2 != 0)
-        FAIL(BAD_INPUT, "%s: %d numbers of a head are rotated (head_dim, partial_rotary_factor), want an even number "
-             "from 2", where, c->rotary_dim);
+        FAIL(BAD_INPUT,
+             "%s: %d numbers of a head are rotated (head_dim, partial_rotary_factor), want an even number "
+             "from 2",
+             where, c->rotary_dim);
 out:
     return st;
 }
@@ -187,8 +202,10 @@ static status check_sizes(const model_config *c, const char *where)
         FAIL(BAD_INPUT, "%s: \"num_attention_heads\" is %d, want a multiple of num_key_value_heads %d", where, c->heads,
              c->kv_heads);
     if (c->dense_layers >= c->layers)
-        FAIL(BAD_INPUT, "%s: \"first_k_dense_replace\" is %d, want less than num_hidden_layers %d: a model without "
-             "sparse layers is not supported", where, c->dense_layers, c->layers);
+        FAIL(BAD_INPUT,
+             "%s: \"first_k_dense_replace\" is %d, want less than num_hidden_layers %d: a model without "
+             "sparse layers is not supported",
+             where, c->dense_layers, c->layers);
     if (c->experts % c->groups != 0)
         FAIL(BAD_INPUT, "%s: \"n_group\" is %d, want a divisor of num_experts %d", where, c->groups, c->experts);
     if (c->top_groups > c->groups)

@@ -105,16 +105,19 @@ static status add_tensor(safetensors *s, const mapped *m, const char *path, cons
     begin = json_integer_value(json_array_get(place, 0));
     end = json_integer_value(json_array_get(place, 1));
     if (begin < 0 || end < begin || (size_t)end > room)
-        FAIL(BAD_INPUT, "%s: tensor \"%s\" lies at bytes %lld to %lld, but the file's data has %zu: truncated or damaged",
-             path, name, (long long)begin, (long long)end, room);
+        FAIL(BAD_INPUT,
+             "%s: tensor \"%s\" lies at bytes %lld to %lld, but the file's data has %zu: truncated or damaged", path,
+             name, (long long)begin, (long long)end, room);
     t.bytes = (size_t)(end - begin);
     if (t.bytes != elements * dtype_bytes(t.type))
         FAIL(BAD_INPUT, "%s: tensor \"%s\" has %zu bytes, want %zu (its shape in %s)", path, name, t.bytes,
              elements * dtype_bytes(t.type), type);
     t.data = m->base + m->data_at + begin;
     if ((m->data_at + (size_t)begin) % dtype_bytes(t.type) != 0)
-        FAIL(BAD_INPUT, "%s: tensor \"%s\" starts at byte %zu of the file, want a multiple of %zu: save the file again "
-             "with a current safetensors library", path, name, m->data_at + (size_t)begin, dtype_bytes(t.type));
+        FAIL(BAD_INPUT,
+             "%s: tensor \"%s\" starts at byte %zu of the file, want a multiple of %zu: save the file again "
+             "with a current safetensors library",
+             path, name, m->data_at + (size_t)begin, dtype_bytes(t.type));
     TRY(grow((void **)&s->tensor, &s->tensor_room, s->tensor_count, sizeof t));
     t.name = strdup(name);
     if (!t.name)
@@ -137,7 +140,8 @@ static status check_places(safetensors *s, int first, const mapped *m, const cha
         if (begin < at)
             FAIL(BAD_INPUT, "%s: tensors \"%s\" and \"%s\" overlap", path, t[-1].name, t->name);
         if (begin > at)
-            FAIL(BAD_INPUT, "%s: data bytes %zu to %zu, before tensor \"%s\", belong to no tensor", path, at, begin, t->name);
+            FAIL(BAD_INPUT, "%s: data bytes %zu to %zu, before tensor \"%s\", belong to no tensor", path, at, begin,
+                 t->name);
         at = begin + t->bytes;
     }
     if (at != room)
@@ -159,15 +163,18 @@ static status read_header(safetensors *s, mapped *m, const char *path)
     for (int i = 7; i >= 0; i--)
         length = length << 8 | (unsigned char)m->base[i];
     if (length > HEADER_MOST || length > m->size - 8)
-        FAIL(BAD_INPUT, "%s: a header of %llu bytes in a file of %zu, want at most %d: truncated, or not a safetensors "
-             "file", path, (unsigned long long)length, m->size, HEADER_MOST);
+        FAIL(BAD_INPUT,
+             "%s: a header of %llu bytes in a file of %zu, want at most %d: truncated, or not a safetensors "
+             "file",
+             path, (unsigned long long)length, m->size, HEADER_MOST);
     m->data_at = 8 + (size_t)length;
     header = json_loadb(m->base + 8, (size_t)length, JSON_REJECT_DUPLICATES, &e);
     if (!header)
         FAIL(BAD_INPUT, "%s: header: byte %d: not JSON: %s", path, e.position, e.text);
     if (!json_is_object(header))
         FAIL(BAD_INPUT, "%s: the header is not a JSON object", path);
-    json_object_foreach(header, name, entry) {
+    json_object_foreach(header, name, entry)
+    {
         if (strcmp(name, "__metadata__") != 0)
             TRY(add_tensor(s, m, path, name, entry));
     }
@@ -240,7 +247,8 @@ static status open_shards(safetensors *s, const char *dir, const char *index)
     map = json_object_get(doc, "weight_map");
     if (!json_is_object(map))
         FAIL(BAD_INPUT, "%s: \"weight_map\" is missing or not an object", index);
-    json_object_foreach(map, name, value) {
+    json_object_foreach(map, name, value)
+    {
         const char *file = json_string_value(value);
         if (!file || !*file || strchr(file, '/'))
             FAIL(BAD_INPUT, "%s: tensor \"%s\": want the name of a file in the same folder", index, name);
@@ -254,10 +262,12 @@ static status open_shards(safetensors *s, const char *dir, const char *index)
     if (s->file_count > 0)
         qsort(s->file, (size_t)s->file_count, sizeof *s->file, by_file); /* the hash asks for one order */
     TRY(sort_names(s));
-    json_object_foreach(map, name, value) {
+    json_object_foreach(map, name, value)
+    {
         const stored_tensor *t = safetensors_find(s, name);
         if (!t || strcmp(t->file, json_string_value(value)) != 0)
-            FAIL(BAD_INPUT, "%s: tensor \"%s\" is not in %s, where it says it is", index, name, json_string_value(value));
+            FAIL(BAD_INPUT, "%s: tensor \"%s\" is not in %s, where it says it is", index, name,
+                 json_string_value(value));
     }
     for (int i = 0; i < s->tensor_count; i++)
         if (!json_object_get(map, s->tensor[i].name))

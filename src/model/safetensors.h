@@ -1,10 +1,10 @@
-/* Mapped weight files, tensors by name: DIR/model.safetensors, or the shards of DIR/model.safetensors.index.json (the
- * first of the two that exists). Pages are read when touched, so a rank pays only for what it copies.
+/* Mapped weight files, tensors by name: DIR/model.safetensors, or else the shards of DIR/model.safetensors.index.json.
+ * Pages are read when touched, so a rank pays only for what it copies.
  *
  * A header is checked whole before anything in it is trusted: its length against the file and a cap of 100 MB, JSON
  * without repeated names, dtypes (F32, F16, BF16, I32, U8; another is refused by name), at most four dimensions, shape
- * times dtype equal to the bytes, and the tensors filling the data part exactly: no overlap, no hole, nothing behind the
- * last one, each aligned to its dtype. An index and its shards must name the same tensors. What is not guarded against
+ * times dtype equal to the bytes, and the tensors filling the data part exactly: no overlap, no hole, nothing behind
+ * the last one, each aligned to its dtype. An index and its shards must name the same tensors. What is not guarded against
  * is a file that shrinks while it is open. */
 #ifndef EPOCH_MODEL_SAFETENSORS_H
 #define EPOCH_MODEL_SAFETENSORS_H
@@ -25,7 +25,8 @@ typedef struct stored_tensor { /* borrowed from the open files */
     size_t bytes;
 } stored_tensor;
 
-/* `path`: a folder, or one .safetensors file. BAD_INPUT names file and tensor. Owned by the caller; close accepts NULL. */
+/* `path`: a folder, or one .safetensors file. BAD_INPUT names file and tensor. Owned by the caller; close accepts
+ * NULL. */
 status safetensors_open(safetensors **out, const char *path);
 void safetensors_close(safetensors *s);
 

@@ -238,8 +238,7 @@ static status plan_experts(loading *g, int l, const expert_set *e)
         return OK;
     }
     if (merged) {
-        TRY(check(g, &gate, layer_name(g, l, "mlp.w1"),
-                  SHAPE3(experts, EXPERTS, 2 * inner, INNER, hidden, HIDDEN)));
+        TRY(check(g, &gate, layer_name(g, l, "mlp.w1"), SHAPE3(experts, EXPERTS, 2 * inner, INNER, hidden, HIDDEN)));
         TRY(place(g, gate, e->first * 2 * inner, &e->gate_up, 0, e->count * 2 * inner));
     } else {
         TRY(check(g, &gate, layer_name(g, l, "mlp.experts.gate_proj"),
@@ -265,9 +264,10 @@ static status plan_layer(loading *g, int l, const layer_weights *w)
     const int64_t hidden = c->hidden, heads = c->heads, hd = c->head_dim;
     const shape norm = SHAPE1(hidden, HIDDEN), head_norm = SHAPE1(hd, "head_dim");
     TRY(take(g, layer_name(g, l, "input_layernorm.weight"), norm, &w->input_norm, 0));
-    TRY(take(g, layer_name(g, l, "attention.query_key_value.weight"),
-             SHAPE2((heads + 2 * c->kv_heads) * hd, "num_attention_heads, num_key_value_heads, head_dim", hidden, HIDDEN),
-             &w->qkv, 0));
+    TRY(take(
+        g, layer_name(g, l, "attention.query_key_value.weight"),
+        SHAPE2((heads + 2 * c->kv_heads) * hd, "num_attention_heads, num_key_value_heads, head_dim", hidden, HIDDEN),
+        &w->qkv, 0));
     if (c->qk_norm) {
         TRY(take(g, layer_name(g, l, "attention.query_layernorm.weight"), head_norm, &w->q_norm, 0));
         TRY(take(g, layer_name(g, l, "attention.key_layernorm.weight"), head_norm, &w->k_norm, 0));
@@ -281,8 +281,8 @@ static status plan_layer(loading *g, int l, const layer_weights *w)
     }
     TRY(take(g, layer_name(g, l, "mlp.gate.weight"), SHAPE2(c->experts, EXPERTS, hidden, HIDDEN), &w->router, 0));
     if (c->expert_bias) {
-        const char *tail = has(g, l, "mlp.gate.e_score_correction_bias") ? "mlp.gate.e_score_correction_bias"
-                                                                         : "mlp.gate.expert_bias";
+        const char *tail =
+            has(g, l, "mlp.gate.e_score_correction_bias") ? "mlp.gate.e_score_correction_bias" : "mlp.gate.expert_bias";
         TRY(take(g, layer_name(g, l, tail), SHAPE1(c->experts, EXPERTS), &w->router_bias, 0));
     }
     if (c->shared_inner)

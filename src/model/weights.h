@@ -34,8 +34,8 @@ typedef struct weight_rule {
     int32_t rank;
 } weight_rule;
 
-/* The dtype (F32, F16 or BF16) of most of the checkpoint's matrices, counted by elements. BAD_INPUT as safetensors_open,
- * and where there is no matrix. */
+/* The dtype (F32, F16 or BF16) of most of the checkpoint's matrices, counted by elements. BAD_INPUT as
+ * safetensors_open, and where there is no matrix. */
 status weights_dtype(dtype *out, const char *dir);
 
 /* Bytes this rank would hold: exactly what weights_open reserves. */
@@ -44,8 +44,8 @@ size_t weights_bytes(const model_config *c, const weight_rule *r);
 /* Checks every tensor (presence, shape, dtype; unknown names are refused, except *.inv_freq) before copying any, then
  * copies this rank's share. Accepts the checkpoint spellings of MODEL: per-expert, merged w1/w2, and stacked experts;
  * expert_bias or e_score_correction_bias. BAD_INPUT names file and tensor, found and wanted, and the config key it
- * follows from; where the backend has too little memory, its status. While copying, no more of the files is resident than
- * a few MB. Owned by the caller; close accepts NULL. */
+ * follows from; where the backend has too little memory, its status. While copying, a few MB of the files are resident.
+ * Owned by the caller; close accepts NULL. */
 status weights_open(weights **out, const model_config *c, const char *dir, backend *b, const weight_rule *r);
 void weights_close(weights *w);
 

@@ -1,6 +1,7 @@
 /* Times the loading of one rank's weights and compares the memory it took at most with the rank's share:
  *     bench_loader DIR [RANKS [RANK [f32]]]
- * DIR from tests/tools/make_checkpoint.py. f32: matrices are widened. Run it twice: the first run fills the page cache. */
+ * DIR from tests/tools/make_checkpoint.py. f32: matrices are widened. Run it twice: the first run fills the page cache.
+ */
 #include "src/model/weights.h"
 
 #include <stdio.h>
@@ -57,7 +58,8 @@ static status bench(int argc, char **argv)
     seconds = now() - start;
     peak = memory("VmHWM:");
     printf("rank %d of %d, matrices %s: share %.1f MB in %.2f s, %.2f GB/s; resident at most %.1f MB (%.1f before), "
-           "%.3f of the share\n", rule.rank, ranks, dtype_name(rule.matrices), (double)w->bytes / 1e6, seconds,
+           "%.3f of the share\n",
+           rule.rank, ranks, dtype_name(rule.matrices), (double)w->bytes / 1e6, seconds,
            (double)w->bytes / 1e9 / seconds, peak / 1e6, before / 1e6, peak / (double)w->bytes);
 out:
     weights_close(w);

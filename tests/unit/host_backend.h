@@ -92,7 +92,11 @@ out:
 
 static inline backend host_backend(host_memory *m)
 {
-    return (backend){.name = "host", .self = m, .activation = F32, .reserve = host_reserve, .release = host_release,
+    return (backend){.name = "host",
+                     .self = m,
+                     .activation = F32,
+                     .reserve = host_reserve,
+                     .release = host_release,
                      .upload = host_upload};
 }
 

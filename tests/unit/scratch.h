@@ -116,7 +116,8 @@ static inline void scratch_config(const char *from, const char *edits)
     doc = json_load_file(place, 0, NULL);
     if (!doc || !change)
         abort();
-    json_object_foreach(change, key, value) {
+    json_object_foreach(change, key, value)
+    {
         if (json_is_string(value) && strcmp(json_string_value(value), "-") == 0)
             json_object_del(doc, key);
         else

@@ -54,7 +54,8 @@ static void test_real_files(void **state)
 static void test_defaults(void **state)
 {
     (void)state;
-    static const char text[] = "{\"model_type\": \"llada2_moe\", \"num_key_value_heads\": 4, \"moe_intermediate_size\": 512}";
+    static const char text[] =
+        "{\"model_type\": \"llada2_moe\", \"num_key_value_heads\": 4, \"moe_intermediate_size\": 512}";
     model_config c;
     scratch_write("config.json", text, sizeof text - 1);
     assert_int_equal(model_config_open(&c, scratch_dir), OK);
@@ -108,8 +109,9 @@ static void test_accepted(void **state)
     assert_int_equal(accept("{\"rotary_dim\": \"-\"}").rotary_dim, 8);
     assert_int_equal(accept("{\"rotary_dim\": 12, \"partial_rotary_factor\": \"-\"}").rotary_dim, 12);
     assert_int_equal(accept("{\"rotary_dim\": 16, \"partial_rotary_factor\": 1}").rotary_dim, 16);
-    model_config c = accept("{\"rope_theta\": \"-\", \"partial_rotary_factor\": \"-\", \"rotary_dim\": null, \"rope_parameters\": "
-                            "{\"rope_type\": \"default\", \"rope_theta\": 5000, \"partial_rotary_factor\": 0.25}}");
+    model_config c =
+        accept("{\"rope_theta\": \"-\", \"partial_rotary_factor\": \"-\", \"rotary_dim\": null, \"rope_parameters\": "
+               "{\"rope_type\": \"default\", \"rope_theta\": 5000, \"partial_rotary_factor\": 0.25}}");
     assert_int_equal(c.rotary_dim, 4);
     assert_true(c.rope_theta == 5000);
     c = accept("{\"rope_parameters\": {\"rope_type\": \"default\", \"rope_theta\": 600000.0}}");
@@ -123,7 +125,8 @@ static const struct {
     {"{\"model_type\": \"-\"}", "\"model_type\" is missing, want \"llada2_moe\""},
     {"{\"model_type\": null}", "\"model_type\" is missing"},
     {"{\"model_type\": \"llama\"}", "\"model_type\" is \"llama\", want \"llada2_moe\" or \"llada2_moe_veomni\""},
-    {"{\"model_type\": \"llada\"}", "\"llada\" with num_experts: LLaDA-MoE (one bidirectional canvas) is not supported yet"},
+    {"{\"model_type\": \"llada\"}",
+     "\"llada\" with num_experts: LLaDA-MoE (one bidirectional canvas) is not supported yet"},
     {"{\"model_type\": \"lladamoe\"}", "\"lladamoe\" with num_experts: LLaDA-MoE"},
     {"{\"model_type\": \"llada\", \"num_experts\": \"-\"}", "\"model_type\" is \"llada\", want \"llada2_moe\" or"},
     {"{\"hidden_act\": \"gelu\"}", "\"hidden_act\" is \"gelu\", want \"silu\""},
@@ -147,7 +150,8 @@ static const struct {
     {"{\"n_group\": 3}", "\"n_group\" is 3, want a divisor of num_experts 16"},
     {"{\"topk_group\": 5}", "\"topk_group\" is 5, want at most n_group 4"},
     {"{\"num_experts_per_tok\": 9}", "\"num_experts_per_tok\" is 9, want at most the 8 experts of 2 of 4 groups"},
-    {"{\"head_dim\": \"-\", \"num_attention_heads\": 6}", "\"head_dim\" is missing, and hidden_size 64 is no multiple of"},
+    {"{\"head_dim\": \"-\", \"num_attention_heads\": 6}",
+     "\"head_dim\" is missing, and hidden_size 64 is no multiple of"},
     {"{\"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4}}",
      "\"rope_scaling\" has rope_type \"yarn\", want null or \"default\""},
     {"{\"rope_scaling\": {\"type\": \"linear\", \"factor\": 4}}", "\"rope_scaling\" has rope_type \"linear\""},
@@ -161,7 +165,8 @@ static const struct {
     {"{\"rope_theta\": -1}", "\"rope_theta\" is -1, want a number above 0"},
     {"{\"rope_theta\": null}", "\"rope_theta\" is null, want a value"},
     {"{\"rms_norm_eps\": 0}", "\"rms_norm_eps\" is 0, want a number above 0"},
-    {"{\"routed_scaling_factor\": 1e300}", "\"routed_scaling_factor\" is 1e+300, want a number above 0 that fp32 can hold"},
+    {"{\"routed_scaling_factor\": 1e300}",
+     "\"routed_scaling_factor\" is 1e+300, want a number above 0 that fp32 can hold"},
     {"{\"rotary_dim\": 16}", "\"rotary_dim\" is 16, but head_dim 16 times partial_rotary_factor 0.5 is 8"},
     {"{\"partial_rotary_factor\": 1.5}", "\"partial_rotary_factor\" is 1.5, want at most 1"},
     {"{\"rotary_dim\": \"-\", \"partial_rotary_factor\": 0.2}", "3 numbers of a head are rotated"},
@@ -183,7 +188,8 @@ static void test_refused(void **state)
             fail_msg("%s: %s", refused[i].edits, status_message());
         assert_null(c.json);
     }
-    assert_int_equal(model_config_open(&c, EPOCH_SOURCE "/tests/golden/vectors/checkpoints/llada_moe-tiny-bf16"), BAD_INPUT);
+    assert_int_equal(model_config_open(&c, EPOCH_SOURCE "/tests/golden/vectors/checkpoints/llada_moe-tiny-bf16"),
+                     BAD_INPUT);
     assert_non_null(strstr(status_message(), "LLaDA-MoE"));
 }
 

@@ -113,9 +113,11 @@ static const struct {
      "tensor \"a\" has 4 bytes, want 8 (its shape in BF16)"},
     {"{\"a\":{\"dtype\":\"BF16\",\"shape\":[1],\"data_offsets\":[0,2]}}", 2,
      "tensor \"a\" starts at byte 63 of the file, want a multiple of 2: save the file again"},
-    {"{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},\"b\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[1,3]}}",
+    {"{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},\"b\":{\"dtype\":\"U8\",\"shape\":[2],\"data_"
+     "offsets\":[1,3]}}",
      3, "tensors \"a\" and \"b\" overlap"},
-    {"{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},\"b\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[3,5]}}",
+    {"{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]},\"b\":{\"dtype\":\"U8\",\"shape\":[2],\"data_"
+     "offsets\":[3,5]}}",
      5, "data bytes 2 to 3, before tensor \"b\", belong to no tensor"},
     {"{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]}}", 5, "3 bytes behind the last tensor"},
 };
@@ -132,7 +134,8 @@ static void test_refused_headers(void **state)
     scratch_write(FILE_OF_TEST, "", 0);
     refuse(scratch_dir, "0 bytes, too short for a safetensors file");
     scratch_write(FILE_OF_TEST, "\xff\xff\xff\xff\xff\xff\xff\xff{}", 10);
-    refuse(scratch_dir, "a header of 18446744073709551615 bytes in a file of 10, want at most 100000000: truncated, or not");
+    refuse(scratch_dir,
+           "a header of 18446744073709551615 bytes in a file of 10, want at most 100000000: truncated, or not");
 
     /* a header beyond the cap in a file that is long enough for it (sparse) */
     scratch_write(FILE_OF_TEST, "\x01\xe1\xf5\x05\0\0\0\0", 8);
@@ -333,8 +336,8 @@ static void test_done_drops_pages(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_real_files),      cmocka_unit_test(test_accepted_headers),
-        cmocka_unit_test(test_refused_headers), cmocka_unit_test(test_shards),
+        cmocka_unit_test(test_real_files),         cmocka_unit_test(test_accepted_headers),
+        cmocka_unit_test(test_refused_headers),    cmocka_unit_test(test_shards),
         cmocka_unit_test(test_truncated_anywhere), cmocka_unit_test(test_flipped_bytes),
         cmocka_unit_test(test_done_drops_pages)};
     return cmocka_run_group_tests(tests, scratch_open, scratch_close);

@@ -299,7 +299,9 @@ static void test_config_variants(void **state)
         for (int p = 0; p < 3; p++) {
             char name[96];
             snprintf(name, sizeof name, "model.layers.%d.mlp.shared_experts.%s_proj.weight", l,
-                     p == 0 ? "gate" : p == 1 ? "up" : "down");
+                     p == 0   ? "gate"
+                     : p == 1 ? "up"
+                              : "down");
             edit_drop(&e, name);
         }
     edit_close(&e, "{\"num_shared_experts\": 0}");
@@ -349,19 +351,32 @@ static const struct {
     {"lm_head.weight", 2, {320, 32}, "is [320,32], want [320,64] (hidden_size in config.json) ["},
     {"model.norm.weight", 1, {65}, "is [65], want [64] (hidden_size in config.json) ["},
     {"model.layers.2.input_layernorm.weight", 2, {1, 64}, "is [1,64], want [64] (hidden_size in config.json) ["},
-    {"model.layers.0.attention.query_key_value.weight", 2, {192, 64},
+    {"model.layers.0.attention.query_key_value.weight",
+     2,
+     {192, 64},
      "is [192,64], want [128,64] (num_attention_heads, num_key_value_heads, head_dim in config.json) ["},
-    {"model.layers.1.attention.dense.weight", 2, {64, 32},
+    {"model.layers.1.attention.dense.weight",
+     2,
+     {64, 32},
      "is [64,32], want [64,64] (num_attention_heads, head_dim in config.json) ["},
     {"model.layers.1.attention.key_layernorm.weight", 1, {8}, "is [8], want [16] (head_dim in config.json) ["},
-    {"model.layers.0.mlp.down_proj.weight", 2, {64, 64}, "is [64,64], want [64,128] (intermediate_size in config.json) ["},
+    {"model.layers.0.mlp.down_proj.weight",
+     2,
+     {64, 64},
+     "is [64,64], want [64,128] (intermediate_size in config.json) ["},
     {"model.layers.1.mlp.gate.weight", 2, {8, 64}, "is [8,64], want [16,64] (num_experts in config.json) ["},
     {"model.layers.1.mlp.gate.expert_bias", 1, {8}, "is [8], want [16] (num_experts in config.json) ["},
-    {"model.layers.2.mlp.shared_experts.up_proj.weight", 2, {64, 64},
+    {"model.layers.2.mlp.shared_experts.up_proj.weight",
+     2,
+     {64, 64},
      "is [64,64], want [32,64] (num_shared_experts, moe_intermediate_size in config.json) ["},
-    {"model.layers.2.mlp.experts.15.down_proj.weight", 2, {64, 16}, /* of another rank, too */
+    {"model.layers.2.mlp.experts.15.down_proj.weight",
+     2,
+     {64, 16}, /* of another rank, too */
      "is [64,16], want [64,32] (moe_intermediate_size in config.json) ["},
-    {"model.layers.1.mlp.experts.0.up_proj.weight", 1, {2048},
+    {"model.layers.1.mlp.experts.0.up_proj.weight",
+     1,
+     {2048},
      "is [2048], want [32,64] (moe_intermediate_size, hidden_size in config.json) ["},
 };
 
@@ -375,14 +390,16 @@ static void test_refused(void **state)
         edit_drop(&e, bad_shape[i].name);
         edit_add(&e, bad_shape[i].name, BF16, bad_shape[i].dims, bad_shape[i].shape, NULL);
         edit_close(&e, "{}");
-        snprintf(message, sizeof message, "model.safetensors: tensor \"%s\" %s", bad_shape[i].name, bad_shape[i].message);
+        snprintf(message, sizeof message, "model.safetensors: tensor \"%s\" %s", bad_shape[i].name,
+                 bad_shape[i].message);
         refuse(message);
     }
     write_merged();
     scratch_config(GOLDEN, "{\"moe_intermediate_size\": 16}");
     refuse("is [32,64], want [16,64] (num_shared_experts, moe_intermediate_size in config.json)");
     scratch_config(GOLDEN, "{\"moe_intermediate_size\": 16, \"num_shared_experts\": 2}");
-    refuse("model.safetensors: tensor \"model.layers.1.mlp.w1\" is [16,64,64], want [16,32,64] (moe_intermediate_size in");
+    refuse(
+        "model.safetensors: tensor \"model.layers.1.mlp.w1\" is [16,64,64], want [16,32,64] (moe_intermediate_size in");
     write_stacked();
     scratch_config(GOLDEN, "{\"moe_intermediate_size\": 16, \"num_shared_experts\": 2}");
     refuse("tensor \"model.layers.1.mlp.experts.gate_proj\" is [16,32,64], want [16,16,64] (moe_intermediate_size in");
@@ -411,7 +428,8 @@ static void test_refused(void **state)
     refuse(": tensors \"model.layers.3.input_layernorm.weight\", \"model.layers.3.attention.query_key_value.weight\", "
            "\"model.layers.3.attention.query_layernorm.weight\" and 56 more are missing");
     scratch_config(GOLDEN, "{\"num_hidden_layers\": 2}");
-    refuse("model.safetensors: tensor \"model.layers.2.attention.dense.weight\" is not part of the model that config.json");
+    refuse("model.safetensors: tensor \"model.layers.2.attention.dense.weight\" is not part of the model that "
+           "config.json");
     scratch_config(GOLDEN, "{\"tie_word_embeddings\": true}");
     refuse("tensor \"lm_head.weight\" is not part of the model");
     scratch_config(GOLDEN, "{\"use_qk_norm\": false}");
@@ -455,10 +473,9 @@ static void test_dtype(void **state)
     assert_int_equal(type, BF16);
 
     static const char zeros[64];
-    const stored_tensor t[3] = {
-        {.name = "a", .type = F16, .dims = 2, .shape = {2, 4}, .data = zeros, .bytes = 16},
-        {.name = "b", .type = F32, .dims = 1, .shape = {16}, .data = zeros, .bytes = 64},
-        {.name = "c", .type = BF16, .dims = 2, .shape = {1, 4}, .data = zeros, .bytes = 8}};
+    const stored_tensor t[3] = {{.name = "a", .type = F16, .dims = 2, .shape = {2, 4}, .data = zeros, .bytes = 16},
+                                {.name = "b", .type = F32, .dims = 1, .shape = {16}, .data = zeros, .bytes = 64},
+                                {.name = "c", .type = BF16, .dims = 2, .shape = {1, 4}, .data = zeros, .bytes = 8}};
     scratch_clear();
     scratch_tensors("model.safetensors", t, 3);
     assert_int_equal(weights_dtype(&type, scratch_dir), OK);
@@ -471,9 +488,9 @@ static void test_dtype(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_real_values), cmocka_unit_test(test_ranks_share_the_experts),
-        cmocka_unit_test(test_spellings),   cmocka_unit_test(test_config_variants),
+        cmocka_unit_test(test_real_values),  cmocka_unit_test(test_ranks_share_the_experts),
+        cmocka_unit_test(test_spellings),    cmocka_unit_test(test_config_variants),
         cmocka_unit_test(test_mixed_dtypes), cmocka_unit_test(test_refused),
-        cmocka_unit_test(test_no_room),     cmocka_unit_test(test_dtype)};
+        cmocka_unit_test(test_no_room),      cmocka_unit_test(test_dtype)};
     return cmocka_run_group_tests(tests, scratch_open, scratch_close);
 }

@@ -20,16 +20,17 @@ typedef struct lane_rule {
     dtype payload;         /* of x: the backend's activation dtype */
 } lane_rule;
 
-/* What arrived for this rank's experts; the tensors belong to the lane and hold until the next dispatch. */
+/* What arrived for this rank's experts; the tensors belong to the lane and hold until the next dispatch. Their rows may
+ * lie further apart than their columns ask for (ld > cols). */
 typedef struct lane_load {
     tensor x;        /* [n, H] */
-    tensor ids;      /* I32 [n, K]: this rank's experts of the row, ascending; -1 behind the last */
+    tensor ids;      /* I32 [n, K]: this rank's experts of the row (global ids), ascending; -1 behind the last */
     tensor weights;  /* F32 [n, K] */
-    tensor y;        /* F32 [n * units, H]: room for the experts' partial sums, handed to combine */
+    tensor y;        /* F32 [n * units, H]: room for the experts' partial sums; combine uses them up */
 } lane_load;
 
 typedef struct lane_traffic { /* since the last call */
-    int64_t rows_sent, rows_received, rows_merged; /* token rows, this rank's own among them */
+    int64_t rows_sent, rows_received, rows_merged; /* token rows with an edge, once a rank, this rank's own among them */
     int64_t partials_sent, partials_received;      /* fp32 rows of combine */
     int64_t bytes_dispatched, bytes_combined;      /* to other ranks only */
 } lane_traffic;
@@ -40,7 +41,8 @@ typedef struct lane {
     void *self;
     int32_t pulse[PULSE];  /* what this rank says in its next dispatches */
     int32_t *pulses;       /* [size][PULSE]: what every rank said in the newest dispatch */
-    /* x [n, H], ids I32 [n, K] ascending with -1 behind the last, weights F32 [n, K]; n is x->used. */
+    /* x [n, H], ids I32 [n, K] ascending with -1 behind the last, weights F32 [n, K]; n is x->used. Borrowed until
+     * combine. FAILED when a count and what arrived do not agree. */
     status (*dispatch)(struct lane *l, lane_load *in, const tensor *x, const tensor *ids, const tensor *weights);
     /* y F32 [n, H], row i the tree's sum of the partials of dispatched row i (zero where it had no edge). FAILED when
      * rows sent, received and merged do not agree. */
@@ -49,7 +51,9 @@ typedef struct lane {
     void (*close)(struct lane *l); /* accepts NULL */
 } lane;
 
-/* self: one rank. mpi: host memory, any number of ranks. Both borrow rule->tree and the backend. */
+/* Both work in host memory: self for one rank, mpi for any number. They borrow rule->tree, the backend and the world.
+ * All room is reserved here, for the worst case; what no row ever reaches is never touched, so where untouched pages
+ * cost nothing the job pays for what it uses. Opening is not collective: agree on the status. */
 status lane_self_open(lane **out, const lane_rule *rule, backend *b);
 status lane_mpi_open(lane **out, const lane_rule *rule, backend *b, world *w);
 

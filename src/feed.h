@@ -4,6 +4,7 @@
 #define EPOCH_FEED_H
 
 #include "datasets/dataset.h"
+#include "src/model/chat.h"
 #include "src/model/tokenizer.h"
 
 #include <jansson.h>

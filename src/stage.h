@@ -4,6 +4,7 @@
 
 #include "src/exec/executor.h"
 #include "src/lane.h"
+#include "src/model/chat.h"
 #include "src/model/tokenizer.h"
 #include "src/options.h"
 #include "src/plan/plan.h"

@@ -77,13 +77,13 @@ status harness_decode(harness *h, decoded *d, int count)
 {
     status st = OK;
     executor *x = h->executor;
-    int slots = x->rule.slot_count, next = 0, done = 0;
-    decoded **in = calloc((size_t)slots, sizeof *in);
-    slot_report *rep = calloc((size_t)slots, sizeof *rep);
+    int slot_count = x->rule.slot_count, next = 0, done = 0;
+    decoded **in = calloc((size_t)slot_count, sizeof *in);
+    slot_report *rep = calloc((size_t)slot_count, sizeof *rep);
     if (!in || !rep)
         FAIL(FAILED, "out of memory");
     while (done < count) {
-        for (int i = 0; i < slots && next < count; i++) {
+        for (int i = 0; i < slot_count && next < count; i++) {
             if (in[i])
                 continue;
             in[i] = &d[next++];
@@ -94,7 +94,7 @@ status harness_decode(harness *h, decoded *d, int count)
         }
         TRY(executor_forward(x));
         TRY(executor_reports(x, rep));
-        for (int i = 0; i < slots; i++) {
+        for (int i = 0; i < slot_count; i++) {
             if (!in[i] || rep[i].path == PATH_NONE)
                 continue;
             if (rep[i].broken)

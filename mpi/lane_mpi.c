@@ -5,8 +5,8 @@
  *   partials   back to each token's home the fp32 sums of its units, back to back in (token, unit) order
  *
  * Which units of a token are not empty follows from its expert ids, which both sides know, so partials carry no names.
- * What a rank receives lies in ring order: its own rows first (copied, never sent), then those of rank + 1, rank + 2, ...
- * The experts read rows and write sums where they lie. */
+ * What a rank receives lies in ring order: its own rows first (copied, never sent), then those of rank + 1, rank + 2
+ * and so on. The experts read rows and write sums where they lie. */
 #include "mpi/world_mpi.h"
 #include "src/base/arena.h"
 #include "src/lane.h"
@@ -182,8 +182,8 @@ static status check_arrived(const lane_mpi *m, int rank)
         int unit = -1;
         for (int j = 0; j < m->rule.top_k && id[j] >= 0; j++) {
             if (id[j] < first || id[j] >= last)
-                FAIL(FAILED, "lane received a row for expert %d from rank %d, this rank has %d to %d", id[j], rank, first,
-                     last - 1);
+                FAIL(FAILED, "lane received a row for expert %d from rank %d, this rank has %d to %d", id[j], rank,
+                     first, last - 1);
             partials += t->unit_of[id[j]] != unit;
             unit = t->unit_of[id[j]];
         }

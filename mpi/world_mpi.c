@@ -12,7 +12,7 @@ enum { ABORT_SECONDS = 3 }; /* how long MPI_Abort may take */
 
 typedef struct world_mpi {
     MPI_Comm comm;
-    char (*message)[STATUS_MESSAGE_BYTES]; /* [size] at rank 0: taken at the start, for agree must work without memory */
+    char (*message)[STATUS_MESSAGE_BYTES]; /* [size] at rank 0; taken early: agree must not need memory */
 } world_mpi;
 
 MPI_Comm world_mpi_comm(const world *w)
@@ -179,8 +179,8 @@ status world_mpi_open(world **out, int *argc, char ***argv)
     *out = NULL;
     TRY_MPI(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided));
     if (provided < MPI_THREAD_FUNNELED)
-        FAIL(FAILED, "MPI offers thread level %d, want %d (MPI_THREAD_FUNNELED): use an MPI built with threads", provided,
-             MPI_THREAD_FUNNELED);
+        FAIL(FAILED, "MPI offers thread level %d, want %d (MPI_THREAD_FUNNELED): use an MPI built with threads",
+             provided, MPI_THREAD_FUNNELED);
     w = calloc(1, sizeof *w);
     m = calloc(1, sizeof *m);
     if (!w || !m)

@@ -30,7 +30,7 @@ typedef struct lane_load {
 } lane_load;
 
 typedef struct lane_traffic { /* since the last call */
-    int64_t rows_sent, rows_received, rows_merged; /* token rows with an edge, once a rank, this rank's own among them */
+    int64_t rows_sent, rows_received, rows_merged; /* token rows, once a rank; this rank's own too */
     int64_t partials_sent, partials_received;      /* fp32 rows of combine */
     int64_t bytes_dispatched, bytes_combined;      /* to other ranks only */
 } lane_traffic;

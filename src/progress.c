@@ -70,11 +70,11 @@ void progress_close(progress *p)
     free(p);
 }
 
-status progress_table(const char *file, int64_t total)
+status progress_table(const char *path, int64_t total)
 {
     status st = OK;
     results_file *f = NULL;
-    TRY(results_read(&f, file));
+    TRY(results_read(&f, path));
     int64_t failed = 0, tokens = 0, iterations = 0, blocks = f->blocks;
     double seconds = 0;
     for (int64_t i = 0; i < f->rows; i++) {
@@ -88,7 +88,7 @@ status progress_table(const char *file, int64_t total)
     printf("tokens       %lld generated, %.1f a forward, %.1f iterations a block\n", (long long)tokens,
            iterations ? (double)tokens / (double)iterations : 0, blocks ? (double)iterations / (double)blocks : 0);
     printf("speed        %.1f tokens/s over %.1f s of decoding\n", seconds > 0 ? (double)tokens / seconds : 0, seconds);
-    printf("results      %s (%s)\n", file, f->state);
+    printf("results      %s (%s)\n", path, f->state);
 out:
     results_close(f);
     return st;

@@ -16,6 +16,6 @@ status progress_show(progress *p, int64_t rows, int64_t tokens, double seconds);
 void progress_close(progress *p);
 
 /* The final table on stdout, from the published file: rows, accuracy, rates, and the file's path. */
-status progress_table(const char *file, int64_t total);
+status progress_table(const char *path, int64_t total);
 
 #endif

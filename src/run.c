@@ -25,6 +25,7 @@ typedef struct job {
     char dir[4096];        /* FILE.h5.d */
     int lock;
     results_state done;    /* of earlier sessions */
+    int32_t session;       /* number of this one */
     journal *journal;
     flight *flight;        /* [slot_count] */
     slot_report *report;   /* [slot_count] */
@@ -103,11 +104,13 @@ static status open_job(job *j, const char *command_line)
     }
     snprintf(j->dir, sizeof j->dir, "%s.d", o->out);
     TRY(w->agree(w, w->rank == 0 ? claim_output(j) : OK));
+    j->session = j->done.sessions;
+    TRY(w->bcast(w, &j->session, sizeof j->session, 0));
     TRY(w->agree(w, stage_load(&j->stage)));
     if (w->rank == 0) {
         j->run_json = describe(j, command_line);
         text = json_dumps(j->run_json, JSON_SORT_KEYS);
-        st = results_begin(o->out, j->dir, text, j->done.sessions);
+        st = results_begin(o->out, j->dir, text, j->session);
         if (st == OK)
             st = results_lock_share(j->lock);
     }
@@ -116,7 +119,7 @@ static status open_job(job *j, const char *command_line)
     if (st == OK && w->rank != 0)
         st = results_scan(&j->done, j->dir);
     TRY(w->agree(w, st));
-    st = journal_open(&j->journal, j->dir, w->rank, j->done.sessions);
+    st = journal_open(&j->journal, j->dir, w->rank, j->session);
     size_t n = (size_t)j->stage.slot_count;
     j->flight = calloc(n + 1, sizeof *j->flight);
     j->report = calloc(n + 1, sizeof *j->report);
@@ -140,7 +143,7 @@ out:
 static bool row_done(const job *j, const row *r)
 {
     int last = r->example.turns > 0 ? r->example.turns - 1 : 0;
-    return j->done.sessions > 0 && (results_done(&j->done, r->dataset, r->example.id, last) ||
+    return j->session > 0 && (results_done(&j->done, r->dataset, r->example.id, last) ||
                                     (r->example.error && results_done(&j->done, r->dataset, r->example.id, 0)));
 }
 
@@ -149,7 +152,7 @@ static status next_row(job *j, bool mine, row **out)
 {
     status st = OK;
     *out = NULL;
-    if (!mine && j->done.sessions == 0) {
+    if (!mine && j->session == 0) {
         bool more;
         TRY(feed_skip(j->feed, &more));
         j->fed = !more;

@@ -51,7 +51,7 @@ typedef struct slot {
     int32_t since_update;  /* hot iterations since an update was last due */
     int32_t version;       /* of the decoded cache; counts up with each block */
     int32_t cache_block, cache_version; /* what the decoded cache holds; must match block and version */
-    int32_t path;          /* this forward: enum path */
+    int32_t path;          /* this forward: enum slot_way */
     int32_t cause;         /* this forward: rows_cause */
     int32_t filling;       /* this forward: blocks being sealed (prefill, or the one before a cold block) */
     uint64_t decoded;      /* D_i: positions of the active block that hold a token; the prompt's from the start */
@@ -109,7 +109,7 @@ static inline EPOCH_BOTH bool slot_update_due(int iteration, int since_update, c
 /* The path of a slot that refines a block: a pure function of its counters. Precedence: cold, refresh, hot-update,
  * hot-skip. `age` is that of the cached rows at the last forward; serving them now makes it age + 1, which may be at most
  * refresh_every - 1. */
-static inline EPOCH_BOTH path slot_path(int iteration, int age, int since_update, const block_rule *r)
+static inline EPOCH_BOTH slot_way slot_path(int iteration, int age, int since_update, const block_rule *r)
 {
     if (iteration == 0)
         return PATH_COLD;

@@ -186,7 +186,7 @@ typedef struct stand {
     block_rule k;
 } stand;
 
-static void raise_stand(stand *t, problem *p, path way)
+static void raise_stand(stand *t, problem *p, slot_way way)
 {
     memset(t, 0, sizeof *t);
     assert_int_equal(backend_cpu_open(&t->b, 1), OK);

@@ -25,7 +25,7 @@ static void test_path_table(void **state)
     (void)state;
     static const struct {
         int iteration, age, since, refresh, update;
-        path want;
+        slot_way want;
     } row[] = {
         {0, 0, 0, 5, 0, PATH_COLD},      {0, 9, 9, 1, 1, PATH_COLD},       /* cold comes first */
         {1, 0, 0, 1, 0, PATH_REFRESH},   {1, 0, 0, 1, 1, PATH_REFRESH},    /* M_C = 1: never cached, whatever is due */

@@ -304,7 +304,7 @@ static status scratch_reserve(bpe_scratch *s, size_t room)
     s->id = malloc(room * sizeof *s->id);
     s->next = malloc(room * sizeof *s->next);
     s->before = malloc(room * sizeof *s->before);
-    s->heap = malloc(3 * room * sizeof *s->heap);
+    s->heap = malloc(2 * room * sizeof *s->heap); /* room - 1 pairs, and one more for each of room - 1 merges */
     if (!s->id || !s->next || !s->before || !s->heap) {
         bpe_scratch_close(s);
         FAIL(FAILED, "no memory to tokenize a word of %zu bytes", room);

@@ -25,7 +25,7 @@ bool bpe_hide(bpe *b, int32_t id);
 /* Working memory of bpe_encode; start from zero, reuse for any number of words. */
 typedef struct bpe_scratch {
     int32_t *id, *next, *before; /* [room] the word as a linked list of tokens; id -1: joined to its left neighbour */
-    uint64_t *heap;              /* [3 room] merges that were possible when noted: rank << 32 | place */
+    uint64_t *heap;              /* [2 room] merges that were possible when noted: rank << 32 | place */
     size_t room;
 } bpe_scratch;
 

@@ -297,7 +297,8 @@ static bool is_ascii(const char *text, size_t bytes)
     return all < 0x80;
 }
 
-/* Appends the ids of the run and empties it. No form changes ASCII. */
+/* Appends the ids of the run and empties it. No form changes ASCII. A character newer than the tables of utf8proc is
+ * left as it is; so does the reference, whose tables are older. */
 static status run_flush(encoder *e)
 {
     status st = OK;

@@ -191,6 +191,32 @@ static void test_characters(void **state)
     compare(&s, json_array_get(json_object_get(hashes, "characters"), 0), "characters");
 }
 
+static uint64_t draw(uint64_t *x, size_t n)
+{
+    *x = *x * 6364136223846793005u + 1442695040888963407u;
+    return (*x >> 33) % n;
+}
+
+static void test_random_texts(void **state)
+{
+    (void)state;
+    const json_t *item = json_array_get(json_object_get(hashes, "random"), 0);
+    const json_t *pieces = json_object_get(item, "pieces");
+    summary s = nothing;
+    uint64_t x = 1;
+    for (int64_t left = number(item, "texts"); left > 0; left--) {
+        char text[40 * 16];
+        size_t bytes = 0;
+        for (uint64_t n = draw(&x, 40); n > 0; n--) {
+            const json_t *piece = json_array_get(pieces, draw(&x, json_array_size(pieces)));
+            memcpy(text + bytes, json_string_value(piece), json_string_length(piece));
+            bytes += json_string_length(piece);
+        }
+        add(&s, tiny, text, bytes);
+    }
+    compare(&s, item, "random texts");
+}
+
 static void check_ids(const token_list *l, const json_t *want, const char *name)
 {
     size_t n = json_array_size(want);
@@ -295,7 +321,7 @@ static void test_chat_prompts(void **state)
 static int open_all(void **state)
 {
     (void)state;
-    hashes = json_load_file(GOLDEN "/tokenizer_hashes.json", 0, NULL);
+    hashes = json_load_file(GOLDEN "/tokenizer_hashes.json", JSON_ALLOW_NUL, NULL);
     strings = json_load_file(GOLDEN "/tokenizer_strings.json", JSON_ALLOW_NUL, NULL);
     return !hashes || !strings || tokenizer_open(&tiny, TINY) != OK;
 }
@@ -311,8 +337,10 @@ static int close_all(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_samples),    cmocka_unit_test(test_benchmarks),
-                                       cmocka_unit_test(test_characters), cmocka_unit_test(test_strings),
-                                       cmocka_unit_test(test_variants),   cmocka_unit_test(test_chat_prompts)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_samples),      cmocka_unit_test(test_benchmarks), cmocka_unit_test(test_characters),
+        cmocka_unit_test(test_random_texts), cmocka_unit_test(test_strings),    cmocka_unit_test(test_variants),
+        cmocka_unit_test(test_chat_prompts),
+    };
     return cmocka_run_group_tests(tests, open_all, close_all);
 }

@@ -71,6 +71,27 @@ STRINGS = [
     "'" * 300, " " * 300 + "x", "x" + " " * 300, "\t" * 100 + "\n" + "\t" * 100, "etaoinshrdlu" * 50, "🙂" * 100,
 ]
 
+# What random texts are made of.
+PIECES = ["e", "a", "t", "the", "A", "é", "'", "'s", "'LL", "1", "23", "٣", ".", ",", "-", "(", "<role>", "<|mask|>", " ", " ",
+          "  ", "\n", "\r\n", "\t", "\u0085", "\u00a0", "\u180e", "\u200b", "\u200d", "\u2028", "\u3000", "\ufeff", "\u0000",
+          "\u0301", "\u0300", "\u030a", "\u0323", "\u0328", "\u0345", "\u0315", "\u1100", "\u1161", "\u11a8", "각", "か", "\u3099",
+          "Å", "ﬁ", "ſ", "ß", "İ", "漢", "数", "𠮷", "ไ", "ม", "\u0e49", "త", "\u0c46", "\u0c56", "\u09af", "\u09bc", "\u09c7",
+          "\u09be", "ש", "\u05bc", "\u05c1", "م", "\u0651", "🙂", "🏽", "\U0001d157", "\U0001d165", "ω", "Щ"]
+RANDOM_TEXTS = 4000
+
+
+def random_texts():
+    """Texts of up to 39 pieces, by a linear congruential generator of 64 bits."""
+    x = 1
+
+    def draw(n):
+        nonlocal x
+        x = (x * 6364136223846793005 + 1442695040888963407) & 0xffffffffffffffff
+        return (x >> 33) % n
+
+    for _ in range(RANDOM_TEXTS):
+        yield "".join(PIECES[draw(len(PIECES))] for _ in range(draw(40)))
+
 
 class Fnv:
     def __init__(self):
@@ -140,6 +161,7 @@ def main():
         benchmarks=[dict(file=f, **summary(plain, texts_of(data / f))) for f in BENCHMARKS],
         # every character of the basic plane between two letters
         characters=[summary(plain, (f"a{chr(c)}b" for c in range(0x10000) if not 0xd800 <= c < 0xe000))],
+        random=[dict(pieces=PIECES, **summary(plain, random_texts()))],
         variants=[dict(name=name, parts=parts, **summary(reference(document, added_tokens=[], **parts), STRINGS))
                   for name, parts in VARIANTS.items()]))
 

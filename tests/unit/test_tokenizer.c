@@ -331,6 +331,12 @@ static void test_words(void **state)
     assert_int_equal(split_words(s, "abc -x -d-.", 11, join, all), OK);
     assert_string_equal(all, "ab|c| -|x |-d|-.");
     split_close(s);
+    s = split_of(".+"); /* a dot leaves out the line feed alone */
+    assert_non_null(s);
+    all[0] = '\0';
+    assert_int_equal(split_words(s, "a\rb\n\u2028c", 8, join, all), OK);
+    assert_string_equal(all, "a\rb|\n|\u2028c");
+    split_close(s);
 }
 
 static status refuse(void *to, const char *text, size_t bytes)
@@ -357,7 +363,13 @@ static void test_long_texts(void **state)
     assert_int_equal(l.count, BYTES / 2);
     tokenizer_close(t);
 
-    split *s = split_of("(a+)+b|.");
+    split *s = split_of("(?:a|b)+"); /* more than the compiled expression's stack holds */
+    assert_non_null(s);
+    memset(text, 'a', BYTES);
+    assert_int_equal(split_words(s, text, BYTES, refuse, NULL), OK);
+    split_close(s);
+
+    s = split_of("(a+)+b|.");
     assert_non_null(s);
     memset(text, 'a', 100);
     assert_int_equal(split_words(s, text, 100, refuse, NULL), BAD_INPUT);

@@ -1,4 +1,5 @@
-/* A results_file as HDF5 and back. One table of columns a group serves both directions; schema.md tells their meaning. */
+/* A results_file as HDF5 and back. One table of columns a group serves both directions; schema.md tells their meaning.
+ */
 #include "results/private.h"
 
 #include <errno.h>
@@ -8,14 +9,22 @@
 #include <string.h>
 #include <unistd.h>
 
-typedef enum column_type { COLUMN_I32, COLUMN_I64, COLUMN_U64, COLUMN_F32, COLUMN_F64, COLUMN_TEXT, COLUMN_FAILED } column_type;
+typedef enum column_type {
+    COLUMN_I32,
+    COLUMN_I64,
+    COLUMN_U64,
+    COLUMN_F32,
+    COLUMN_F64,
+    COLUMN_TEXT,
+    COLUMN_FAILED
+} column_type;
 
 typedef struct column { /* one dataset [n] or [n, width] of a group */
     const char *name;
     column_type type;
-    int width;          /* 1: one-dimensional */
-    size_t at;          /* of the field in its struct; COLUMN_FAILED: a bool, "failed" or "done" in the file */
-    const char *unit;   /* attribute of the dataset, or NULL */
+    int width;        /* 1: one-dimensional */
+    size_t at;        /* of the field in its struct; COLUMN_FAILED: a bool, "failed" or "done" in the file */
+    const char *unit; /* attribute of the dataset, or NULL */
 } column;
 
 typedef struct table {
@@ -25,7 +34,10 @@ typedef struct table {
     size_t stride; /* bytes of a struct */
 } table;
 
-#define TABLE(name, columns, type) {name, columns, (int)(sizeof(columns) / sizeof *(columns)), sizeof(type)}
+#define TABLE(name, columns, type)                                              \
+    {                                                                           \
+        name, columns, (int)(sizeof(columns) / sizeof *(columns)), sizeof(type) \
+    }
 
 #define AT(field) offsetof(result_output, field)
 static const column output_columns[] = {
@@ -174,16 +186,16 @@ static const char *reason(void)
     return text;
 }
 
-#define WROTE(call, what)                                                                            \
-    do {                                                                                             \
-        if ((call) < 0)                                                                              \
-            FAIL(FAILED, "%s: %s cannot be written: %s", where, (what), reason());                    \
+#define WROTE(call, what)                                                          \
+    do {                                                                           \
+        if ((call) < 0)                                                            \
+            FAIL(FAILED, "%s: %s cannot be written: %s", where, (what), reason()); \
     } while (0)
 
-#define GOT(call, what)                                                                              \
-    do {                                                                                             \
-        if ((call) < 0)                                                                              \
-            FAIL(BAD_INPUT, "%s: %s cannot be read: %s", where, (what), reason());                    \
+#define GOT(call, what)                                                            \
+    do {                                                                           \
+        if ((call) < 0)                                                            \
+            FAIL(BAD_INPUT, "%s: %s cannot be read: %s", where, (what), reason()); \
     } while (0)
 
 static void drop(hid_t id)
@@ -298,7 +310,8 @@ static int by_name(const void *a, const void *b)
     return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-/* The members of f->run and what the file says of itself, by name: so a file that is read is written as the same bytes. */
+/* The members of f->run and what the file says of itself, by name: so a file that is read is written as the same bytes.
+ */
 static status write_run(hid_t file, const results_file *f, const char *where)
 {
     status st = OK;
@@ -316,8 +329,7 @@ static status write_run(hid_t file, const results_file *f, const char *where)
         json_object_set_new(all, "rows_failed", json_integer(f->rows - done)) < 0 ||
         !(names = calloc(json_object_size(all), sizeof *names)))
         FAIL(FAILED, "%s: no memory for attributes", where);
-    json_object_foreach(all, name, v)
-        names[count++] = name;
+    json_object_foreach(all, name, v) names[count++] = name;
     qsort(names, count, sizeof *names, by_name);
     for (size_t i = 0; i < count; i++)
         TRY(write_attribute(file, names[i], json_object_get(all, names[i]), where));
@@ -350,7 +362,7 @@ static status write_column(hid_t group, const char *name, const column *c, const
     file_type = H5Tcopy(type);
     if (c->type != COLUMN_TEXT && c->type != COLUMN_FAILED)
         H5Tset_order(file_type, H5T_ORDER_LE);
-    WROTE(H5Pset_obj_track_times(made, false), name); /* the same rows give the same bytes */
+    WROTE(H5Pset_obj_track_times(made, false), name);
     WROTE(data = H5Dcreate2(group, name, file_type, space, H5P_DEFAULT, made, H5P_DEFAULT), name);
     if (n)
         WROTE(H5Dwrite(data, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, values), name);
@@ -369,12 +381,14 @@ out:
 static status write_table(hid_t file, const table *t, const void *rows, int64_t n, const char *where)
 {
     status st = OK;
-    hid_t group = -1;
-    WROTE(group = H5Gcreate2(file, t->name, H5P_DEFAULT, H5P_DEFAULT, H5P_DEFAULT), t->name);
+    hid_t group = -1, made = H5Pcreate(H5P_GROUP_CREATE);
+    WROTE(H5Pset_obj_track_times(made, false), t->name);
+    WROTE(group = H5Gcreate2(file, t->name, H5P_DEFAULT, made, H5P_DEFAULT), t->name);
     for (int i = 0; i < t->columns; i++)
         TRY(write_column(group, t->column[i].name, &t->column[i], rows, t->stride, n, where));
 out:
     drop(group);
+    drop(made);
     return st;
 }
 
@@ -471,15 +485,19 @@ out:
 status hdf5_write(const char *where, const results_file *f)
 {
     status st = OK;
-    hid_t how = -1, file = -1;
+    hid_t made = -1, how = -1, file = -1;
     image m = {0};
-    H5FD_file_image_callbacks_t calls = {image_new, image_copy, image_resize, image_keep, image_share, image_unshare, &m};
+    H5FD_file_image_callbacks_t calls = {image_new,     image_copy, image_resize, image_keep, image_share,
+                                         image_unshare, &m};
     H5Eset_auto2(H5E_DEFAULT, NULL, NULL);
+    made = H5Pcreate(H5P_FILE_CREATE);
     how = H5Pcreate(H5P_FILE_ACCESS);
+    WROTE(H5Pset_obj_track_times(made, false),
+          "the format"); /* here as everywhere: the same rows give the same bytes */
     WROTE(H5Pset_libver_bounds(how, H5F_LIBVER_V18, H5F_LIBVER_V110), "the format"); /* V18: attributes above 64 KiB */
     WROTE(H5Pset_fapl_core(how, 4 << 20, false), "the image");
     WROTE(H5Pset_file_image_callbacks(how, &calls), "the image");
-    WROTE(file = H5Fcreate(where, H5F_ACC_TRUNC, H5P_DEFAULT, how), "the file");
+    WROTE(file = H5Fcreate(where, H5F_ACC_TRUNC, made, how), "the file");
     TRY(write_run(file, f, where));
     TRY(write_tables(file, f, where));
     WROTE(H5Fflush(file, H5F_SCOPE_GLOBAL), "the image");
@@ -494,6 +512,7 @@ out:
         H5Fclose(file);
     free(m.bytes);
     drop(how);
+    drop(made);
     return st;
 }
 
@@ -614,16 +633,20 @@ static status open_column(hid_t *out, int64_t *n, hid_t group, const char *name,
     GOT(*out = H5Dopen2(group, name, H5P_DEFAULT), name);
     GOT(space = H5Dget_space(*out), name);
     GOT(type = H5Dget_type(*out), name);
-    int axes = H5Sget_simple_extent_ndims(space);
-    if (axes != (c->width > 1 ? 2 : 1) || H5Sget_simple_extent_dims(space, dims, NULL) < 0 || dims[1] != (hsize_t)c->width)
-        FAIL(BAD_INPUT, "%s: %s has %d axes and [..., %llu], want %d and [..., %d]", where, name, axes,
-             (unsigned long long)dims[1], c->width > 1 ? 2 : 1, c->width);
+    int axes = H5Sget_simple_extent_ndims(space), want = c->width > 1 ? 2 : 1;
+    if (axes != want)
+        FAIL(BAD_INPUT, "%s: %s has %d axes, want %d", where, name, axes, want);
+    H5Sget_simple_extent_dims(space, dims, NULL);
+    if (dims[1] != (hsize_t)c->width)
+        FAIL(BAD_INPUT, "%s: %s has %llu values a row, want %d", where, name, (unsigned long long)dims[1], c->width);
     H5T_class_t kind = H5Tget_class(type);
     bool text = c->type == COLUMN_TEXT || c->type == COLUMN_FAILED;
     bool real = c->type == COLUMN_F32 || c->type == COLUMN_F64;
     if (text ? kind != H5T_STRING || H5Tis_variable_str(type) <= 0 : kind != (real ? H5T_FLOAT : H5T_INTEGER))
         FAIL(BAD_INPUT, "%s: %s holds another type, want %s", where, name,
-             text ? "texts of variable length" : real ? "floating-point numbers" : "integers");
+             text   ? "texts of variable length"
+             : real ? "floating-point numbers"
+                    : "integers");
     *n = (int64_t)dims[0];
 out:
     drop(type);
@@ -708,10 +731,10 @@ static status read_tables(results_file *f, hid_t file, const char *where)
     status st = OK;
     hid_t tokens = -1;
     void *rows = NULL;
-#define READ(field, count, table)                                       \
-    do {                                                                \
+#define READ(field, count, table)                                           \
+    do {                                                                    \
         TRY(read_table(&rows, &f->count, file, &(table), &f->pool, where)); \
-        f->field = rows;                                                \
+        f->field = rows;                                                    \
     } while (0)
     READ(output, rows, outputs_table);
     READ(block, blocks, blocks_table);
@@ -758,8 +781,8 @@ static status join(results_file *f, hid_t file, const char *where)
     for (int64_t i = 0; i < f->iterations; i++) {
         result_trace *t = &f->iteration[i];
         if (t->output_row < 0 || t->output_row >= f->rows || t->at.path < 0 || t->at.path >= PATHS)
-            FAIL(BAD_INPUT, "%s: iterations row %lld: output_row %lld, where %d: no such row or where", where, (long long)i,
-                 (long long)t->output_row, t->at.path);
+            FAIL(BAD_INPUT, "%s: iterations row %lld: output_row %lld, where %d: no such row or where", where,
+                 (long long)i, (long long)t->output_row, t->at.path);
         t->at.order = f->output[t->output_row].row.order;
         t->at.turn = f->output[t->output_row].row.turn;
     }

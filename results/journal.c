@@ -11,8 +11,8 @@
 #include <unistd.h>
 #include <zlib.h>
 
-/* One walk over the fields serves both directions, so that they cannot drift apart. Writing: appends to `data`. Reading:
- * takes from [at, end), and `bad` is set by the first thing that does not fit. */
+/* One walk over the fields serves both directions, so that they cannot drift apart. Writing: appends to `data`.
+ * Reading: takes from [at, end), and `bad` is set by the first thing that does not fit. */
 typedef struct codec {
     bool writing, bad;
     unsigned char *data; /* writing */
@@ -491,8 +491,9 @@ status journal_commit(journal *j, const result_phase *p)
         /* Leave no torn tail where that can be helped; readers know one anyway. */
         if (ftruncate(j->fd, j->committed) < 0)
             what = strcmp(what, "written") == 0 ? "written, nor cut back" : "synced, nor cut back";
-        FAIL(FAILED, "%s: %zu bytes could not be %s: %s; what was committed before is safe: make room, then run again "
-                     "with --resume",
+        FAIL(FAILED,
+             "%s: %zu bytes could not be %s: %s; what was committed before is safe: make room, then run again "
+             "with --resume",
              j->path, j->out.used, what, strerror(error));
     }
     j->committed += (off_t)j->out.used;

@@ -6,8 +6,8 @@
 
 /* A journal is a row of frames, each [header][payload], every number little-endian:
  *     magic u32 | version u16 | kind u16 | payload bytes u32 | session u32 | rank u32 | sequence u32 | crc u32
- * The CRC-32 (zlib's) covers the 24 header bytes before it and the payload. Frame n of a journal has sequence n, so that
- * neither a lost nor a stale piece of the disk can pass for the next frame. */
+ * The CRC-32 (zlib's) covers the 24 header bytes before it and the payload. Frame n of a journal has sequence n, so
+ * that neither a lost nor a stale piece of the disk can pass for the next frame. */
 enum {
     FRAME_MAGIC = 0x4a4f5045, /* "EPOJ" */
     FRAME_VERSION = 1,
@@ -35,8 +35,8 @@ typedef struct frame {
 /* The frame at *at of a journal's bytes; moves *at behind it unless it is END, TORN or FOREIGN. */
 frame frame_next(const unsigned char *bytes, size_t size, size_t *at, int session, int rank, uint32_t *sequence);
 
-/* Decode a payload; false where it is not exactly what its kind says. Texts point into the payload. token [r->tokens] and
- * block [r->blocks] are filled where given: a first call with NULL tells the counts. */
+/* Decode a payload; false where it is not exactly what its kind says. Texts point into the payload. token [r->tokens]
+ * and block [r->blocks] are filled where given: a first call with NULL tells the counts. */
 bool frame_row(result_row *r, const frame *f, int32_t *token, result_block *block);
 bool frame_iteration(result_iteration *i, const frame *f);
 bool frame_counters(result_phase *p, double *seconds_since_1970, const frame *f);
@@ -86,7 +86,8 @@ status folder_sync(const char *folder);
 void folder_of(char *folder, size_t bytes, const char *path);
 /* fsync tmp, rename it to path, fsync the folder. */
 status file_settle(const char *tmp, const char *path);
-/* The run_json of one session in DIR, or of the newest that has one; NULL where there is none. json_decref it. */
+/* The run_json of one session in DIR, or of the newest that has one (number `sessions` may have begun, with no journal
+ * yet); NULL where there is none. json_decref it. */
 status folder_run(json_t **out, const char *dir, int session);
 status folder_run_newest(json_t **out, const char *dir, int sessions);
 

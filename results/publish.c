@@ -138,11 +138,11 @@ static int by_place(const void *a, const void *b)
     return (x->at.iteration > y->at.iteration) - (x->at.iteration < y->at.iteration);
 }
 
-#define TAKE(to, count)                                                                    \
-    do {                                                                                   \
-        (to) = pool_take(&f->pool, (size_t)(count), sizeof *(to));                         \
-        if (!(to))                                                                         \
-            FAIL(FAILED, "no memory for %lld records of results", (long long)(count));     \
+#define TAKE(to, count)                                                                \
+    do {                                                                               \
+        (to) = pool_take(&f->pool, (size_t)(count), sizeof *(to));                     \
+        if (!(to))                                                                     \
+            FAIL(FAILED, "no memory for %lld records of results", (long long)(count)); \
     } while (0)
 
 static status gather_rows(results_file *f, const results_index *x)
@@ -175,7 +175,7 @@ static status gather_rows(results_file *f, const results_index *x)
             to->forced += to->row.block[b].forced;
         token += to->row.tokens;
         block += to->row.blocks;
-        const char **text[] = {&to->row.dataset, &to->row.id,   &to->row.prompt,       &to->row.text,
+        const char **text[] = {&to->row.dataset, &to->row.id,      &to->row.prompt,       &to->row.text,
                                &to->row.gold,    &to->row.message, &to->row.finish_reason};
         for (size_t t = 0; t < sizeof text / sizeof *text; t++)
             TRY(repair(text[t], &f->pool));

@@ -162,8 +162,9 @@ status results_lock(int *fd, const char *dir, bool exclusive, double wait_second
         clock_gettime(CLOCK_MONOTONIC, &now);
         if ((double)(now.tv_sec - start.tv_sec) + (double)(now.tv_nsec - start.tv_nsec) * 1e-9 >= wait_seconds) {
             lock_holder(holder, sizeof holder, lock);
-            FAIL(BAD_INPUT, "%s: held by %s after %g s of waiting; let that run end or stop it, or choose another --out",
-                 lock, holder, wait_seconds);
+            FAIL(BAD_INPUT,
+                 "%s: held by %s after %g s of waiting; let that run end or stop it, or choose another --out", lock,
+                 holder, wait_seconds);
         }
         nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL);
     }
@@ -192,15 +193,6 @@ out:
 static void session_name(char *name, size_t bytes, int session)
 {
     snprintf(name, bytes, "s%04d.json", session);
-}
-
-static bool session_of_name(const char *name, int *session)
-{
-    char again[64];
-    if (sscanf(name, "s%9d.json", session) != 1 || *session < 0)
-        return false;
-    session_name(again, sizeof again, *session);
-    return strcmp(again, name) == 0;
 }
 
 /* Removes PATH.tmp.*: only publishers that died leave them, since one runs under the lock. */
@@ -234,8 +226,6 @@ status results_begin(const char *file, const char *dir, const char *run_json, in
     session_name(name, sizeof name, session);
     TRY(path_of(at, sizeof at, dir, name));
     TRY(path_of(tmp, sizeof tmp, dir, "session.tmp"));
-    if (access(at, F_OK) == 0)
-        FAIL(FAILED, "%s: exists already; another run writes here: stop it, or choose another --out", at);
     f = fopen(tmp, "we");
     if (!f || fputs(run_json, f) < 0 || fflush(f) != 0)
         FAIL(FAILED, "%s: cannot be written: %s", tmp, strerror(errno));
@@ -264,7 +254,7 @@ status folder_run_newest(json_t **out, const char *dir, int sessions)
 {
     status st = OK;
     *out = NULL;
-    for (int s = sessions - 1; s >= 0 && !*out; s--)
+    for (int s = sessions; s >= 0 && !*out; s--)
         TRY(folder_run(out, dir, s));
 out:
     return st;
@@ -400,8 +390,8 @@ static status scan_journal(results_state *s, int which, const char *dir)
             j->iterations++;
         }
         if (!good)
-            FAIL(BAD_INPUT, "%s: frame %u is whole, but not what this program writes; use the program that wrote it", file,
-                 sequence - 1);
+            FAIL(BAD_INPUT, "%s: frame %u is whole, but not what this program writes; use the program that wrote it",
+                 file, sequence - 1);
     }
     j->whole = at;
     if (at < j->size) {
@@ -437,13 +427,10 @@ status results_scan(results_state *out, const char *dir)
         FAIL(BAD_INPUT, "%s: the folder cannot be read: %s", dir, strerror(errno));
     for (struct dirent *e; (e = readdir(d));) {
         int session, rank;
-        bool is_journal = journal_of_name(e->d_name, &session, &rank);
-        if (!is_journal && !session_of_name(e->d_name, &session))
+        if (!journal_of_name(e->d_name, &session, &rank))
             continue;
         if (session >= out->sessions)
             out->sessions = session + 1;
-        if (!is_journal)
-            continue;
         if (x->journals == room) {
             room = room ? 2 * room : 16;
             index_journal *journals = realloc(x->journal, (size_t)room * sizeof *journals);
@@ -516,7 +503,7 @@ status results_status(results_standing *out, const char *file)
     status st = OK;
     char dir[PATH_MAX], lock[PATH_MAX];
     results_state s = {0};
-    json_t *run = NULL;
+    json_t *run = NULL, *of_file = NULL;
     bool published = access(file, F_OK) == 0;
     memset(out, 0, sizeof *out);
     out->total = out->left = -1;
@@ -527,29 +514,29 @@ status results_status(results_standing *out, const char *file)
     if (out->running)
         lock_holder(out->holder, sizeof out->holder, lock);
     TRY(results_scan(&s, dir));
-    if (!s.sessions && !published && !out->running)
+    TRY(folder_run_newest(&run, dir, s.sessions));
+    if (!run && !s.sessions && !published && !out->running)
         FAIL(BAD_INPUT, "%s: no results: neither the file nor journals in %s", file, dir);
     if (published) {
-        TRY(hdf5_attributes(&run, file));
-        const char *state = json_string_value(json_object_get(run, "state"));
-        snprintf(out->state, sizeof out->state, "%s", state ? state : "");
-        out->sessions = (int)json_integer_value(json_object_get(run, "sessions"));
-        out->done = json_integer_value(json_object_get(run, "rows_done"));
-        out->failed = json_integer_value(json_object_get(run, "rows_failed"));
+        TRY(hdf5_attributes(&of_file, file));
+        const char *text = json_string_value(json_object_get(of_file, "state"));
+        snprintf(out->state, sizeof out->state, "%s", text ? text : "");
     }
-    if (s.sessions) {
-        json_decref(run);
-        run = NULL;
-        TRY(folder_run_newest(&run, dir, s.sessions));
+    if (s.sessions || !published) {
         out->sessions = s.sessions;
         out->done = s.done;
         out->failed = s.failed;
+    } else {
+        out->sessions = (int)json_integer_value(json_object_get(of_file, "sessions"));
+        out->done = json_integer_value(json_object_get(of_file, "rows_done"));
+        out->failed = json_integer_value(json_object_get(of_file, "rows_failed"));
     }
-    TRY(json_int(&out->total, run, "rows_total", -1, -1, INT64_MAX, file));
+    TRY(json_int(&out->total, run ? run : of_file, "rows_total", -1, -1, INT64_MAX, file));
     if (out->total >= 0)
         out->left = out->total - out->done - out->failed;
 out:
     results_scan_close(&s);
     json_decref(run);
+    json_decref(of_file);
     return st;
 }

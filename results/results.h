@@ -24,17 +24,17 @@ typedef struct result_row { /* one prompt and turn; everything is borrowed */
     const char *dataset;    /* dataset_name */
     const char *id;
     int64_t source_line;
-    int32_t turn;           /* from 0 */
-    int64_t order;          /* position in the run's input: rows are published in this order, then by turn */
+    int32_t turn;  /* from 0 */
+    int64_t order; /* position in the run's input: rows are published in this order, then by turn */
     const char *prompt, *text, *gold;
     bool failed;
-    const char *message;    /* why it failed, or "" */
+    const char *message;       /* why it failed, or "" */
     const char *finish_reason; /* "eos", "length", or "" of a failed row */
     int32_t prompt_tokens;
-    const int32_t *token;   /* generated ids, before the first EOS */
+    const int32_t *token; /* generated ids, before the first EOS */
     int32_t tokens;
-    int32_t iterations;     /* forwards in which it refined a block */
-    double seconds;         /* from its first forward to its last */
+    int32_t iterations; /* forwards in which it refined a block */
+    double seconds;     /* from its first forward to its last */
     const result_block *block;
     int32_t blocks;
 } result_row;
@@ -45,7 +45,7 @@ typedef struct result_phase { /* counters of one rank, since the session's start
     int64_t rows_fresh[PATHS], rows_cached[PATHS]; /* by path of the slot; prefill counts sealing rows too */
     int64_t rows_dispatched, rows_received, bytes_dispatched, bytes_combined;
     int64_t expert_tiles;
-    double wall_seconds;    /* of decoding: first forward to now */
+    double wall_seconds; /* of decoding: first forward to now */
     int64_t generated_tokens;
 } result_phase;
 
@@ -53,7 +53,7 @@ typedef struct result_iteration { /* --trace: one slot's forward */
     int64_t order;
     int32_t turn, block, iteration, path, live, newly, stable, fresh, commits, forced;
     uint64_t committed;
-    float support_size, distinct_experts, coverage;  /* means over sparse layers */
+    float support_size, distinct_experts, coverage; /* means over sparse layers */
     int64_t bytes_moved;
 } result_iteration;
 
@@ -77,26 +77,27 @@ void journal_close(journal *j); /* accepts NULL; does not commit */
 /* ---- The folder DIR = FILE.h5.d */
 
 /* Takes the run's lock on DIR, which it creates; waits wait_seconds for leftovers of a killed run, then BAD_INPUT names
- * the holder. Rank 0 calls it exclusively, then results_lock_share, and only then every other rank calls it shared. Each
- * holder is noted in DIR/lock by host, pid and command. The lock lives as long as *fd is open; it goes with the process. */
+ * the holder. Rank 0 calls it exclusively, then results_lock_share, and only then every other rank calls it shared.
+ * Each holder is noted in DIR/lock by host, pid and command. The lock lives as long as *fd is open; it goes with the
+ * process. */
 status results_lock(int *fd, const char *dir, bool exclusive, double wait_seconds);
 /* From exclusive to shared, with no gap that another run could enter. */
 status results_lock_share(int fd);
 
-/* Rank 0, under the lock, before any journal of the session is opened: keeps run_json (a JSON object) in DIR as the
- * session's, and sweeps away unfinished FILE.h5.tmp.* of killed publishers. The other ranks must be told the session's
- * number: a scan of theirs sees it begun already and would count it. */
+/* Rank 0, under the exclusive lock: keeps run_json (a JSON object) in DIR as the session's, and sweeps away unfinished
+ * FILE.h5.tmp.* of killed publishers. */
 status results_begin(const char *path, const char *dir, const char *run_json, int session);
 
 typedef struct results_index results_index;
 
 /* What the journals in DIR hold. A key is (dataset, id, turn); of a repeated key the first in the order of session,
- * rank and place counts. A journal ends at its first frame that is not whole: what lies behind was never acknowledged. */
+ * rank and place counts. A journal ends at its first frame that is not whole: what lies behind was never acknowledged.
+ */
 typedef struct results_state {
-    int sessions;          /* so far; the number of the next one */
-    int64_t done, failed;  /* rows, each key once */
-    int64_t repeated;      /* rows dropped since their key was there already */
-    int torn;              /* journals with a damaged or unfinished tail */
+    int sessions;         /* so far, and the number of the next one; a session counts from its first journal on */
+    int64_t done, failed; /* rows, each key once */
+    int64_t repeated;     /* rows dropped since their key was there already */
+    int torn;             /* journals with a damaged or unfinished tail */
     int64_t torn_bytes;
     results_index *index;
 } results_state;
@@ -106,24 +107,24 @@ status results_scan(results_state *out, const char *dir);
 void results_scan_close(results_state *s);
 /* Is this row recorded, done or failed? */
 bool results_done(const results_state *s, const char *dataset, const char *id, int turn);
-/* The recorded row; false where there is none. Texts belong to the state. Its tokens and blocks are left out (NULL, with
- * their counts): this is for the answers of earlier turns. */
+/* The recorded row; false where there is none. Texts belong to the state. Its tokens and blocks are left out (NULL,
+ * with their counts): this is for the answers of earlier turns. */
 bool results_row(result_row *out, const results_state *s, const char *dataset, const char *id, int turn);
 
-/* Writes PATH from the journals in DIR by atomic rename: PATH is at all times absent, the old file or the new one, whole.
- * The same journals give the same bytes. run_json: an object whose members become attributes of `/` (texts, integers,
- * numbers, booleans; objects and arrays as JSON text); NULL: the newest session's. state: "partial", "complete",
- * "interrupted". */
+/* Writes PATH from the journals in DIR by atomic rename: PATH is at all times absent, the old file or the new one,
+ * whole. The same journals give the same bytes. run_json: an object whose members become attributes of `/` (texts,
+ * integers, numbers, booleans; objects and arrays as JSON text); NULL: the newest session's. state: "partial",
+ * "complete", "interrupted". */
 status results_publish(const char *path, const char *dir, const char *run_json, const char *state);
 
 /* How a run stands: from the journals in PATH.d where there are any, else from PATH. BAD_INPUT: neither is there. */
 typedef struct results_standing {
-    bool running;         /* somebody holds the lock */
-    char holder[512];     /* "pid N on HOST (command)", or "" */
-    char state[16];       /* of the published file, or "" */
+    bool running;     /* somebody holds the lock */
+    char holder[512]; /* "pid N on HOST (command)", or "" */
+    char state[16];   /* of the published file, or "" */
     int sessions;
     int64_t done, failed;
-    int64_t total, left;  /* from the integer "rows_total" of run_json; -1 where unknown */
+    int64_t total, left; /* from the integer "rows_total" of run_json; -1 where unknown */
 } results_standing;
 status results_status(results_standing *out, const char *path);
 
@@ -134,8 +135,8 @@ enum { RESULTS_SCHEMA = 1 }; /* schema_version */
 typedef struct result_output { /* one row of /outputs */
     result_row row;            /* texts are valid UTF-8; token and block point into the file's arrays */
     int32_t session, rank;
-    int32_t forced;            /* positions, over its blocks */
-    int64_t token_offset;      /* row.token - file->token */
+    int32_t forced;       /* positions, over its blocks */
+    int64_t token_offset; /* row.token - file->token */
 } result_output;
 
 typedef struct result_rank { /* one row of /phases: the last counters of a rank in a session */
@@ -145,10 +146,10 @@ typedef struct result_rank { /* one row of /phases: the last counters of a rank 
 
 typedef struct result_session { /* one row of /sessions */
     int32_t session, ranks;
-    double started, ended; /* seconds since 1970: first journal opened, last commit */
-    double wall_seconds;   /* of decoding: the longest of its ranks */
+    double started, ended;        /* seconds since 1970: first journal opened, last commit */
+    double wall_seconds;          /* of decoding: the longest of its ranks */
     int64_t done, failed, tokens; /* of its rows in /outputs */
-    const char *run;       /* its run_json */
+    const char *run;              /* its run_json */
 } result_session;
 
 typedef struct result_trace { /* one row of /iterations */
@@ -165,22 +166,22 @@ typedef struct result_score { /* one row of /scores; written by `epoch score` */
 } result_score;
 
 typedef struct results_file {
-    json_t *run;      /* the attributes of `/`; objects and arrays are JSON text, as in the file */
+    json_t *run; /* the attributes of `/`; objects and arrays are JSON text, as in the file */
     const char *state;
     int64_t rows;
     result_output *output; /* in input order, then by turn */
     int64_t tokens;
-    int32_t *token;        /* of all rows, one after the other */
+    int32_t *token; /* of all rows, one after the other */
     int64_t blocks;
-    result_block *block;   /* likewise */
+    result_block *block; /* likewise */
     int64_t ranks;
-    result_rank *rank;     /* by session, then rank */
+    result_rank *rank; /* by session, then rank */
     int64_t sessions;
     result_session *session;
     int64_t iterations;
     result_trace *iteration; /* by output_row, block, iteration */
     int64_t scores;
-    result_score *score;     /* may be replaced before results_write; what it was stays the file's */
+    result_score *score; /* may be replaced before results_write; what it was stays the file's */
     struct results_pool *pool;
 } results_file;
 

@@ -98,7 +98,11 @@ static uint32_t mix(uint32_t x)
 
 static result_row *make(made *m, int n, int turn)
 {
-    static const char *const texts[] = {"", "plain", "two\nlines\n\n", "tab\t \"quoted\" \\ back", "caf\xc3\xa9 \xe6\x97\xa5\xe6\x9c\xac \xf0\x9f\x99\x82",
+    static const char *const texts[] = {"",
+                                        "plain",
+                                        "two\nlines\n\n",
+                                        "tab\t \"quoted\" \\ back",
+                                        "caf\xc3\xa9 \xe6\x97\xa5\xe6\x9c\xac \xf0\x9f\x99\x82",
                                         "cut \xe6\x97"};
     uint32_t h = mix((uint32_t)(2 * n + turn + 1));
     memset(m, 0, sizeof *m);
@@ -115,15 +119,41 @@ static result_row *make(made *m, int n, int turn)
     for (int32_t i = 0; i < tokens; i++)
         m->token[i] = (int32_t)(mix(h + (uint32_t)i) & 0x7fffffff);
     for (int32_t b = 0; b < blocks; b++)
-        m->block[b] = (result_block){.block = b, .iterations = 1 + (int32_t)(h + (uint32_t)b) % 32, .cold = 1, .refresh = b, .hot_update = 2,
-                                     .hot_skip = 3, .forced = b == 1, .layer_rebuilds = 4, .universe = 5,
-                                     .rows_fallback = {6, 7, 8, b}, .fresh_rows = 9, .cached_rows = 10,
-                                     .support_size = 8.5f, .distinct_experts = 3.25f, .coverage = b ? .875f : NAN};
-    m->row = (result_row){.dataset = n % 2 ? "gsm8k" : "mgsm_de", .id = m->id, .source_line = n + 1, .turn = turn,
-                          .order = n, .prompt = m->prompt, .text = m->text, .gold = m->gold, .failed = failed,
-                          .message = m->message, .finish_reason = failed ? "" : n % 4 ? "eos" : "length",
-                          .prompt_tokens = n % 100, .token = m->token, .tokens = tokens, .iterations = n % 77,
-                          .seconds = n * .25, .block = m->block, .blocks = blocks};
+        m->block[b] = (result_block){.block = b,
+                                     .iterations = 1 + (int32_t)(h + (uint32_t)b) % 32,
+                                     .cold = 1,
+                                     .refresh = b,
+                                     .hot_update = 2,
+                                     .hot_skip = 3,
+                                     .forced = b == 1,
+                                     .layer_rebuilds = 4,
+                                     .universe = 5,
+                                     .rows_fallback = {6, 7, 8, b},
+                                     .fresh_rows = 9,
+                                     .cached_rows = 10,
+                                     .support_size = 8.5f,
+                                     .distinct_experts = 3.25f,
+                                     .coverage = b ? .875f : NAN};
+    m->row = (result_row){.dataset = n % 2 ? "gsm8k" : "mgsm_de",
+                          .id = m->id,
+                          .source_line = n + 1,
+                          .turn = turn,
+                          .order = n,
+                          .prompt = m->prompt,
+                          .text = m->text,
+                          .gold = m->gold,
+                          .failed = failed,
+                          .message = m->message,
+                          .finish_reason = failed  ? ""
+                                           : n % 4 ? "eos"
+                                                   : "length",
+                          .prompt_tokens = n % 100,
+                          .token = m->token,
+                          .tokens = tokens,
+                          .iterations = n % 77,
+                          .seconds = n * .25,
+                          .block = m->block,
+                          .blocks = blocks};
     return &m->row;
 }
 
@@ -187,8 +217,9 @@ static void write_rows(int session, int rank, int first, int last, int group)
     journal_close(j);
 }
 
-static const char run_json[] = "{\"program\":\"epoch\",\"rows_total\":12,\"threshold\":0.95,\"audit\":false,\"strict\":true,"
-                               "\"hosts\":[\"a\",\"b\"],\"model\":{\"layers\":8},\"none\":null,\"state\":\"mine\"}";
+static const char run_json[] =
+    "{\"program\":\"epoch\",\"rows_total\":12,\"threshold\":0.95,\"audit\":false,\"strict\":true,"
+    "\"hosts\":[\"a\",\"b\"],\"model\":{\"layers\":8},\"none\":null,\"state\":\"mine\"}";
 
 static void test_round_trip(void **state)
 {
@@ -433,7 +464,8 @@ static void test_foreign_journals(void **state)
     assert_int_equal(s.sessions, 1);
     results_scan_close(&s);
     one_frame(2, 1, "12345678", 8);
-    assert_says(results_scan(&s, out_dir), BAD_INPUT, "s0000.r00000.jnl: frame 0 has format version 2, this program knows 1");
+    assert_says(results_scan(&s, out_dir), BAD_INPUT,
+                "s0000.r00000.jnl: frame 0 has format version 2, this program knows 1");
     results_scan_close(&s);
     one_frame(1, 9, "", 0);
     assert_says(results_scan(&s, out_dir), BAD_INPUT, "frame 0 has kind 9");
@@ -442,8 +474,13 @@ static void test_foreign_journals(void **state)
     static const struct {
         unsigned kind, bytes;
         const char *payload;
-    } lies[] = {{2, 4, "\xff\xff\xff\xff"}, {2, 8, "\x01\0\0\0xy\0\0"}, {2, 0, ""}, {1, 7, "1234567"}, {1, 9, "123456789"},
-                {3, 3, "123"}, {4, 16, "12345678\xff\xff\xff\xff\xff\xff\xff\x7f"}};
+    } lies[] = {{2, 4, "\xff\xff\xff\xff"},
+                {2, 8, "\x01\0\0\0xy\0\0"},
+                {2, 0, ""},
+                {1, 7, "1234567"},
+                {1, 9, "123456789"},
+                {3, 3, "123"},
+                {4, 16, "12345678\xff\xff\xff\xff\xff\xff\xff\x7f"}};
     for (size_t i = 0; i < sizeof lies / sizeof *lies; i++) {
         one_frame(1, lies[i].kind, lies[i].payload, lies[i].bytes);
         assert_says(results_scan(&s, out_dir), BAD_INPUT, "frame 0 is whole, but not what this program writes");
@@ -526,6 +563,7 @@ static void test_three_sessions(void **state)
     assert_ok(results_publish(out_path, out_dir, NULL, "partial"));
     size_t once_bytes, twice_bytes;
     char *once = slurp(out_path, &once_bytes);
+    nanosleep(&(struct timespec){.tv_sec = 1}, NULL); /* HDF5 likes to write the time down */
     assert_ok(results_publish(out_path, out_dir, NULL, "partial"));
     char *twice = slurp(out_path, &twice_bytes);
     assert_int_equal(once_bytes, twice_bytes);
@@ -541,7 +579,7 @@ static void test_three_sessions(void **state)
         assert_int_equal(f->session[i].ranks, ranks[i]);
         assert_int_equal(f->session[i].done + f->session[i].failed, 20);
     }
-    /* what was read is written as the same bytes; scores come along */
+    /* what was read is written as the same bytes; then with scores */
     assert_ok(results_write(out_path, f));
     free(twice);
     twice = slurp(out_path, &twice_bytes);
@@ -585,9 +623,19 @@ static void test_trace(void **state)
         assert_ok(journal_open(&j, out_dir, rank, 0));
         for (int n = 4; n >= 0; n--) {
             for (int i = 2; i >= 0; i--)
-                assert_ok(journal_iteration(j, &(result_iteration){.order = n, .block = 1, .iteration = i, .path = PATH_HOT_SKIP, .live = 3, .newly = 1,
-                                                                   .stable = 2, .fresh = 30, .commits = 1, .committed = 1ull << 63 | 5,
-                                                                   .support_size = 4.5f, .coverage = rank, .bytes_moved = 1ll << 40}));
+                assert_ok(journal_iteration(j, &(result_iteration){.order = n,
+                                                                   .block = 1,
+                                                                   .iteration = i,
+                                                                   .path = PATH_HOT_SKIP,
+                                                                   .live = 3,
+                                                                   .newly = 1,
+                                                                   .stable = 2,
+                                                                   .fresh = 30,
+                                                                   .commits = 1,
+                                                                   .committed = 1ull << 63 | 5,
+                                                                   .support_size = 4.5f,
+                                                                   .coverage = rank,
+                                                                   .bytes_moved = 1ll << 40}));
             if (n != 2 || rank) /* row 2 is finished by rank 1 alone; both finish the others */
                 assert_ok(journal_row(j, make(&m, n, 0)));
         }
@@ -639,7 +687,8 @@ static int commit_until_full(void)
     for (status st = OK; st == OK && n < 100; n += st == OK)
         if (journal_row(j, make(&m, n, 0)) != OK || (st = journal_commit(j, NULL)) == FAILED)
             break;
-    if (!strstr(status_message(), "s0000.r00000.jnl: ") || !strstr(status_message(), "could not be written: File too large") ||
+    if (!strstr(status_message(), "s0000.r00000.jnl: ") ||
+        !strstr(status_message(), "could not be written: File too large") ||
         !strstr(status_message(), "make room, then run again with --resume"))
         return 102;
     if (journal_row(j, make(&m, n, 0)) != FAILED || journal_commit(j, NULL) != FAILED ||
@@ -653,7 +702,8 @@ static int publish_when_full(void)
 {
     if (results_publish(out_path, out_dir, "{}", "complete") != FAILED)
         return 1;
-    if (!strstr(status_message(), "out.h5.tmp.") || !strstr(status_message(), "cannot be written: File too large; make room"))
+    if (!strstr(status_message(), "out.h5.tmp.") ||
+        !strstr(status_message(), "cannot be written: File too large; make room"))
         return 2;
     if (results_begin(out_path, out_dir, "{\"a\":\"0123456789012345678901234567890123456789\"}", 1) != FAILED)
         return 3;
@@ -741,6 +791,31 @@ static void test_killed_writers(void **state)
     results_close(f);
 }
 
+static void test_killed_publishers(void **state)
+{
+    (void)state;
+    unsigned seed = (unsigned)time(NULL);
+    print_message("seed %u\n", seed);
+    srand(seed);
+    write_rows(0, 0, 0, 200, 200);
+    assert_ok(results_publish(out_path, out_dir, "{}", "partial"));
+    for (int round = 0; round < 10; round++) {
+        results_file *f;
+        fflush(NULL);
+        pid_t child = fork();
+        if (child == 0)
+            for (;;)
+                if (results_publish(out_path, out_dir, "{}", "partial") != OK)
+                    _exit(1);
+        nanosleep(&(struct timespec){.tv_nsec = rand() % 30000000}, NULL);
+        kill(child, SIGKILL);
+        waitpid(child, NULL, 0);
+        assert_ok(results_read(&f, out_path));
+        assert_int_equal(f->rows, 200);
+        results_close(f);
+    }
+}
+
 /* ---- the lock */
 
 /* A child that holds the lock until it is killed, or for `hold` seconds. */
@@ -797,6 +872,10 @@ static void test_lock(void **state)
     assert_ok(results_lock_share(fd));
     close(fd);
     assert_says(results_status(&s, out_path), BAD_INPUT, "no results: neither the file nor journals in");
+    assert_ok(results_begin(out_path, out_dir, "{\"rows_total\":7}", 0)); /* died while it loaded */
+    assert_ok(results_status(&s, out_path));
+    assert_int_equal(s.sessions, 0);
+    assert_int_equal(s.left, 7);
 }
 
 /* ---- messages that nothing above provokes */
@@ -813,7 +892,8 @@ static void test_messages(void **state)
     assert_says(results_lock(&fd, "/nonexistent/out.h5.d", true, 0), BAD_INPUT,
                 "/nonexistent/out.h5.d: the folder cannot be created: No such file or directory");
     assert_ok(journal_open(&j, out_dir, 0, 0));
-    assert_says(journal_open(&again, out_dir, 0, 0), FAILED, "s0000.r00000.jnl: cannot be created: File exists; another run");
+    assert_says(journal_open(&again, out_dir, 0, 0), FAILED,
+                "s0000.r00000.jnl: cannot be created: File exists; another run");
     char *huge = malloc((1u << 28) + 2);
     assert_non_null(huge);
     memset(huge, 'x', (1u << 28) + 1);
@@ -836,7 +916,6 @@ static void test_messages(void **state)
     fclose(fopen(junk, "w"));
     assert_ok(results_begin(out_path, out_dir, "{}", 0));
     assert_int_equal(access(junk, F_OK), -1); /* swept */
-    assert_says(results_begin(out_path, out_dir, "{}", 0), FAILED, "s0000.json: exists already");
     assert_says(results_publish(out_path, out_dir, "3", "partial"), BAD_INPUT, "no JSON object");
     assert_says(results_publish("/nonexistent/out.h5", out_dir, NULL, "partial"), FAILED,
                 "cannot be created: No such file or directory");
@@ -858,7 +937,8 @@ static int write_sample(const char *file)
     int fd = -1;
     snprintf(out_dir, sizeof out_dir, "%s.d", file);
     run = malloc(300000);
-    size_t at = (size_t)sprintf(run, "{\"rows_total\":40,\"threshold\":0.95,\"strict\":true,\"model\":{\"layers\":8},\"long\":\"");
+    size_t at = (size_t)sprintf(
+        run, "{\"rows_total\":40,\"threshold\":0.95,\"strict\":true,\"model\":{\"layers\":8},\"long\":\"");
     memset(run + at, 'y', 200000);
     strcpy(run + at + 200000, "\"}");
     TRY(results_lock(&fd, out_dir, true, 0));
@@ -868,7 +948,8 @@ static int write_sample(const char *file)
     for (int n = 0; n < 400; n++) {
         result_row *r = make(&m, n, 0);
         /* bytes that are rarely UTF-8, from the edges of its table; the right reading is Python's */
-        static const char edges[] = "az\x7f\x80\x8f\x90\x9f\xa0\xbf\xc0\xc1\xc2\xdf\xe0\xe1\xec\xed\xee\xef\xf0\xf1\xf3\xf4\xf5\xff";
+        static const char edges[] =
+            "az\x7f\x80\x8f\x90\x9f\xa0\xbf\xc0\xc1\xc2\xdf\xe0\xe1\xec\xed\xee\xef\xf0\xf1\xf3\xf4\xf5\xff";
         int bytes = rand() % 24;
         for (int i = 0; i < bytes; i++)
             m.text[i] = edges[(size_t)rand() % (sizeof edges - 1)];
@@ -907,11 +988,19 @@ int main(int argc, char **argv)
     if (argc == 3)
         return strcmp(argv[1], "write") == 0 ? write_sample(argv[2]) : read_sample(argv[2]);
 #define TEST(t) cmocka_unit_test_setup_teardown(t, fresh_folder, drop_folder)
-    const struct CMUnitTest tests[] = {
-        TEST(test_round_trip),        TEST(test_no_rows),         TEST(test_many_rows),
-        TEST(test_cut_at_every_byte), TEST(test_flip_of_every_bit), TEST(test_frames_out_of_place),
-        TEST(test_foreign_journals),  TEST(test_three_sessions),  TEST(test_trace),
-        TEST(test_full_disk),         TEST(test_killed_writers),  TEST(test_lock),
-        TEST(test_messages)};
+    const struct CMUnitTest tests[] = {TEST(test_round_trip),
+                                       TEST(test_no_rows),
+                                       TEST(test_many_rows),
+                                       TEST(test_cut_at_every_byte),
+                                       TEST(test_flip_of_every_bit),
+                                       TEST(test_frames_out_of_place),
+                                       TEST(test_foreign_journals),
+                                       TEST(test_three_sessions),
+                                       TEST(test_trace),
+                                       TEST(test_full_disk),
+                                       TEST(test_killed_writers),
+                                       TEST(test_killed_publishers),
+                                       TEST(test_lock),
+                                       TEST(test_messages)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

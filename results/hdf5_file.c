@@ -781,7 +781,7 @@ static status join(results_file *f, hid_t file, const char *where)
     for (int64_t i = 0; i < f->iterations; i++) {
         result_trace *t = &f->iteration[i];
         if (t->output_row < 0 || t->output_row >= f->rows || t->at.path < 0 || t->at.path >= PATHS)
-            FAIL(BAD_INPUT, "%s: iterations row %lld: output_row %lld, where %d: no such row or where", where,
+            FAIL(BAD_INPUT, "%s: iterations row %lld: output_row %lld, path %d: no such row or path", where,
                  (long long)i, (long long)t->output_row, t->at.path);
         t->at.order = f->output[t->output_row].row.order;
         t->at.turn = f->output[t->output_row].row.turn;

@@ -251,6 +251,40 @@ static void code_counters(codec *c, result_phase *p, double *now)
     code_i64(c, &p->generated_tokens);
 }
 
+static void code_audit(codec *c, result_audit *a)
+{
+    code_i64(c, &a->order);
+    code_i32(c, &a->turn);
+    code_i32(c, &a->block);
+    code_i32(c, &a->iteration);
+    code_i32(c, &a->live);
+    code_i32(c, &a->held);
+    code_i32(c, &a->same);
+    code_i32(c, &a->broken);
+    code_i32(c, &a->block_same);
+    code_f32(c, &a->max_difference);
+    code_f32(c, &a->mean_difference);
+    code_f32(c, &a->min_margin);
+    code_f32(c, &a->mean_margin);
+}
+
+static void code_observed(codec *c, result_observed *o)
+{
+    int32_t steps = OBSERVED_STEPS, kinds = OBSERVED_KINDS;
+    code_i32(c, &steps);
+    code_i32(c, &kinds);
+    c->bad |= steps != OBSERVED_STEPS || kinds != OBSERVED_KINDS;
+    for (int i = 0; i < OBSERVED_STEPS; i++) {
+        code_i64(c, &o->overlap_count[i]);
+        code_f64(c, &o->overlap_sum[i]);
+    }
+    for (int k = 0; k < OBSERVED_KINDS; k++)
+        for (int i = 0; i < OBSERVED_STEPS; i++) {
+            code_i64(c, &o->cosine_count[k][i]);
+            code_f64(c, &o->cosine_sum[k][i]);
+        }
+}
+
 /* ---- reading */
 
 static uint32_t frame_crc(const unsigned char *header, const unsigned char *payload, size_t bytes)
@@ -276,7 +310,7 @@ frame frame_next(const unsigned char *bytes, size_t size, size_t *at, int sessio
         get_number(h + 24, 4) != frame_crc(h, f.payload, f.bytes))
         return f;
     f.found = (int)get_number(h + 6, 2);
-    if (f.version != FRAME_VERSION || f.found < FRAME_SESSION || f.found > FRAME_COUNTERS) {
+    if (f.version != FRAME_VERSION || f.found < FRAME_SESSION || f.found > FRAME_OBSERVED) {
         f.kind = FRAME_FOREIGN;
         return f;
     }
@@ -318,6 +352,22 @@ bool frame_counters(result_phase *p, double *seconds_since_1970, const frame *f)
     memset(p, 0, sizeof *p);
     *seconds_since_1970 = 0;
     code_counters(&c, p, seconds_since_1970);
+    return whole(&c);
+}
+
+bool frame_audit(result_audit *a, const frame *f)
+{
+    codec c = reading(f);
+    memset(a, 0, sizeof *a);
+    code_audit(&c, a);
+    return whole(&c);
+}
+
+bool frame_observed(result_observed *o, const frame *f)
+{
+    codec c = reading(f);
+    memset(o, 0, sizeof *o);
+    code_observed(&c, o);
     return whole(&c);
 }
 
@@ -454,6 +504,30 @@ status journal_iteration(journal *j, const result_iteration *i)
     size_t start = frame_begin(j);
     code_iteration(&j->out, &copy);
     TRY(frame_finish(j, start, FRAME_ITERATION));
+out:
+    return st;
+}
+
+status journal_audit(journal *j, const result_audit *a)
+{
+    status st = OK;
+    TRY(refuse_broken(j));
+    result_audit copy = *a;
+    size_t start = frame_begin(j);
+    code_audit(&j->out, &copy);
+    TRY(frame_finish(j, start, FRAME_AUDIT));
+out:
+    return st;
+}
+
+status journal_observed(journal *j, const result_observed *o)
+{
+    status st = OK;
+    TRY(refuse_broken(j));
+    result_observed copy = *o;
+    size_t start = frame_begin(j);
+    code_observed(&j->out, &copy);
+    TRY(frame_finish(j, start, FRAME_OBSERVED));
 out:
     return st;
 }

@@ -21,6 +21,8 @@ typedef enum frame_kind {
     FRAME_ROW,     /* a prompt and turn with its tokens and blocks */
     FRAME_ITERATION,
     FRAME_COUNTERS, /* of the rank since its session's start: the last one counts */
+    FRAME_AUDIT,
+    FRAME_OBSERVED, /* like FRAME_COUNTERS */
     FRAME_TORN,     /* not a whole frame of this journal: its tail */
     FRAME_FOREIGN   /* whole, but of another format version or kind */
 } frame_kind;
@@ -40,6 +42,8 @@ frame frame_next(const unsigned char *bytes, size_t size, size_t *at, int sessio
 bool frame_row(result_row *r, const frame *f, int32_t *token, result_block *block);
 bool frame_iteration(result_iteration *i, const frame *f);
 bool frame_counters(result_phase *p, double *seconds_since_1970, const frame *f);
+bool frame_audit(result_audit *a, const frame *f);
+bool frame_observed(result_observed *o, const frame *f);
 bool frame_session(double *seconds_since_1970, const frame *f);
 
 /* sNNNN.rNNNNN.jnl; and back: false where `name` is no journal's. */
@@ -53,7 +57,9 @@ typedef struct index_journal { /* one journal, mapped */
     double started, ended;
     bool counted;       /* are there counters? */
     result_phase phase; /* the last ones */
-    int64_t iterations;
+    int64_t iterations, audits;
+    bool observed; /* are there observations? */
+    result_observed observation;
 } index_journal;
 
 typedef struct index_row { /* a key's first frame; the texts lie in the journal */

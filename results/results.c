@@ -384,6 +384,13 @@ static status scan_journal(results_state *s, int which, const char *dir)
         } else if (f.kind == FRAME_COUNTERS) {
             good = frame_counters(&j->phase, &j->ended, &f);
             j->counted = true;
+        } else if (f.kind == FRAME_AUDIT) {
+            result_audit a;
+            good = frame_audit(&a, &f);
+            j->audits++;
+        } else if (f.kind == FRAME_OBSERVED) {
+            good = frame_observed(&j->observation, &f);
+            j->observed = true;
         } else {
             result_iteration i;
             good = frame_iteration(&i, &f);

@@ -57,6 +57,32 @@ typedef struct result_iteration { /* --trace: one slot's forward */
     int64_t bytes_moved;
 } result_iteration;
 
+typedef struct result_audit { /* --audit: one slot's iteration against the dense executor on the same inputs */
+    int64_t order;
+    int32_t turn, block, iteration;
+    int32_t live;       /* rows compared */
+    int32_t held;       /* rows whose logit difference stayed below their margin */
+    int32_t same;       /* rows with the same decision */
+    int32_t broken;     /* rows that held and yet decided otherwise: must be 0 */
+    int32_t block_same; /* 1: every row of the block decided alike */
+    float max_difference, mean_difference; /* of logits, in the max norm over the vocabulary; over the live rows */
+    float min_margin, mean_margin;
+} result_audit;
+
+enum {
+    OBSERVED_STEPS = 64, /* what lies further is not observed */
+    OBSERVED_KINDS = 2   /* of rows: 0 decoded, 1 live */
+};
+
+typedef struct result_observed { /* on request: the paper's own observations, of one rank since the session's start */
+    /* Jaccard overlap of the experts that a layer touches in iterations i - 1 and i of a block, by i */
+    int64_t overlap_count[OBSERVED_STEPS];
+    double overlap_sum[OBSERVED_STEPS];
+    /* cosine similarity of a row's routed output to its own of `age` iterations before, by kind and age */
+    int64_t cosine_count[OBSERVED_KINDS][OBSERVED_STEPS];
+    double cosine_sum[OBSERVED_KINDS][OBSERVED_STEPS];
+} result_observed;
+
 /* ---- While a run goes on: one journal a rank and session, an append-only file of checksummed frames. */
 
 typedef struct journal journal;
@@ -64,9 +90,12 @@ typedef struct journal journal;
 /* Creates this rank's journal of one session in DIR, which results_lock has made. FAILED: it exists already (two runs
  * at once), or the file system refused. */
 status journal_open(journal **out, const char *dir, int rank, int session);
-/* Both copy into the journal's buffer; a row counts as done only after journal_commit. */
+/* All copy into the journal's buffer; a row counts as done only after journal_commit. */
 status journal_row(journal *j, const result_row *r);
 status journal_iteration(journal *j, const result_iteration *i);
+status journal_audit(journal *j, const result_audit *a);
+/* Before a commit; cumulative like its counters: the last one counts. */
+status journal_observed(journal *j, const result_observed *o);
 /* Group commit: what is buffered and the counters (cumulative since the session's start; NULL: none) by one write and
  * one fdatasync. After a failure the journal refuses every further call; what was committed before stays readable. */
 status journal_commit(journal *j, const result_phase *p);

@@ -1,60 +1,99 @@
 /* Attention of query blocks over the pages of their slot: softmax(q k^T / sqrt(d)) v, page by page in ascending order
- * with a running maximum, in fp32. A block has no mask inside. A task is one span and one key head: a page's keys and
- * values serve all query heads that share it. The shapes depend on the model and the block size alone. */
+ * with a running maximum, in fp32. A block has no mask inside. A task is one span and one key head; the query heads that
+ * share it stand one below the other as `rows` = heads * B rows. Scores lie key by key, [B, rows], so that maxima and sums
+ * run along rows without crossing them. The shapes depend on the model and the block size alone. */
 #include "src/cpu/cpu.h"
 #include "src/cpu/lanes.h"
 
 #include <assert.h>
 
-/* Floats of scratch: scores of a page [B, B]; a maximum and a sum, and a result, for each row of each head. */
+/* A task's scratch. */
+typedef struct state {
+    int rows, keys, d;
+    float *q;     /* [d, rows], divided by sqrt(d) */
+    float *score; /* [keys, rows] of a page */
+    float *most, *sum, *shrink; /* [rows]: running maximum and sum, and what the last page shrank both sums by */
+    float *o;     /* [rows, d]: not yet divided by `sum` */
+} state;
+
 static size_t room_floats(const attention_rule *r)
 {
-    size_t b = (size_t)r->block_size, group = (size_t)(r->heads / r->kv_heads);
-    return b * b + group * b * (2 + (size_t)r->head_dim);
+    size_t rows = (size_t)(r->heads / r->kv_heads * r->block_size);
+    return rows * (size_t)(2 * r->head_dim + r->block_size + 3);
 }
 
-/* One head's query block q [B, d] over one page; o [B, d] += softmax-weighted v, not yet divided by sum[]. */
-static void page_step(float *o, float *most, float *sum, float *score, const float *q, int64_t ldq, const float *k,
-                      const float *v, int64_t ldkv, bool first, const attention_rule *r)
+/* Reads the queries of heads [head, head + rows / B) of a block. */
+static void state_open(state *t, const tensor *qkv, const span *at, int head, const attention_rule *r, float *room)
 {
-    int rows = r->block_size, d = r->head_dim;
-    cpu_product(score, rows, q, ldq, k, ldkv, rows, rows, d, 1.0f / sqrtf((float)d));
+    int rows = r->heads / r->kv_heads * r->block_size, d = r->head_dim;
+    float scale = 1.0f / sqrtf((float)d);
+    *t = (state){.rows = rows, .keys = r->block_size, .d = d, .q = room};
+    t->score = t->q + d * rows;
+    t->most = t->score + t->keys * rows;
+    t->sum = t->most + rows;
+    t->shrink = t->sum + rows;
+    t->o = t->shrink + rows;
     for (int i = 0; i < rows; i++) {
-        float *x = score + i * rows, peak = lane_max(x, rows);
-        if (first) {
-            most[i] = peak;
-            sum[i] = 0;
-        } else if (peak > most[i]) {
-            float shrink = lane_exp(most[i] - peak);
-            most[i] = peak;
-            sum[i] *= shrink;
-            for (int j = 0; j < d; j++)
-                o[i * d + j] *= shrink;
-        }
-        sum[i] += lane_softmax(x, rows, most[i]);
+        const float *q = cpu_row(qkv, at->row + i % r->block_size) + (head + i / r->block_size) * d;
+        t->most[i] = -INFINITY;
+        t->sum[i] = 0;
+        for (int j = 0; j < d; j++)
+            t->q[j * rows + i] = q[j] * scale;
     }
-    cpu_mix(o, d, score, rows, v, ldkv, rows, d, rows, !first);
 }
 
-static void span_head(tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const span *at, int head,
+/* score = e^(score - most); most, sum and shrink move on. */
+static void soften(const state *t)
+{
+    int rows = t->rows;
+    float *restrict most = t->most, *restrict sum = t->sum, *restrict shrink = t->shrink;
+    for (int i = 0; i < rows; i++)
+        shrink[i] = most[i];
+    for (int j = 0; j < t->keys; j++) {
+        const float *restrict x = t->score + j * rows;
+        for (int i = 0; i < rows; i++)
+            most[i] = x[i] > most[i] ? x[i] : most[i];
+    }
+    for (int i = 0; i < rows; i++) {
+        shrink[i] = lane_exp(shrink[i] - most[i]);
+        sum[i] *= shrink[i];
+    }
+    for (int j = 0; j < t->keys; j++) {
+        float *restrict x = t->score + j * rows;
+        for (int i = 0; i < rows; i++) {
+            x[i] = lane_exp(x[i] - most[i]);
+            sum[i] += x[i];
+        }
+    }
+}
+
+static void add_page(const state *t, const float *k, const float *v, int64_t ldkv, bool first)
+{
+    cpu_mix(t->score, t->rows, k, ldkv, t->q, t->rows, t->keys, t->rows, t->d, false);
+    soften(t);
+    for (int i = 0; !first && i < t->rows; i++)
+        if (t->shrink[i] != 1)
+            for (int j = 0; j < t->d; j++)
+                t->o[i * t->d + j] *= t->shrink[i];
+    cpu_mix_turned(t->o, t->d, t->score, t->rows, v, ldkv, t->rows, t->d, t->keys, !first);
+}
+
+static void span_head(tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const span *at, int kv_head,
                       const slots *s, const attention_rule *r, float *room)
 {
-    int rows = r->block_size, d = r->head_dim, group = r->heads / r->kv_heads;
-    float *score = room, *most = score + rows * rows, *sum = most + group * rows, *o = sum + group * rows;
+    int head = kv_head * (r->heads / r->kv_heads), d = r->head_dim;
     const int32_t *page = (const int32_t *)s->page.data + at->slot * s->page.ld;
+    state t;
+    state_open(&t, qkv, at, head, r, room);
     for (int block = 0; block <= at->block; block++) {
-        int64_t row = (layer * (int64_t)kv->page_count + page[block]) * rows;
-        const float *k = cpu_row(&kv->k, row) + head * d, *v = cpu_row(&kv->v, row) + head * d;
-        for (int g = 0; g < group; g++)
-            page_step(o + g * rows * d, most + g * rows, sum + g * rows, score,
-                      cpu_row(qkv, at->row) + (head * group + g) * d, qkv->ld, k, v, kv->k.ld, block == 0, r);
+        int64_t row = (layer * (int64_t)kv->page_count + page[block]) * r->block_size;
+        add_page(&t, cpu_row(&kv->k, row) + kv_head * d, cpu_row(&kv->v, row) + kv_head * d, kv->k.ld, block == 0);
     }
-    for (int g = 0; g < group; g++)
-        for (int i = 0; i < rows; i++) {
-            float scale = 1.0f / sum[g * rows + i], *to = cpu_row(y, at->row + i) + (head * group + g) * d;
-            for (int j = 0; j < d; j++)
-                to[j] = o[(g * rows + i) * d + j] * scale;
-        }
+    for (int i = 0; i < t.rows; i++) {
+        float scale = 1.0f / t.sum[i], *to = cpu_row(y, at->row + i % r->block_size) + (head + i / r->block_size) * d;
+        for (int j = 0; j < d; j++)
+            to[j] = t.o[i * d + j] * scale;
+    }
 }
 
 status cpu_attend(backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in,

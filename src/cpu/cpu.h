@@ -59,11 +59,13 @@ void cpu_narrow(void *y, dtype type, const float *x, int64_t n);
 
 /* dense.c: the products. All matrices are row-major fp32.
  * cpu_product: y[rows, outs] = scale * x[rows, inner] w[outs, inner]^T, one sgemm call of just this shape.
- * cpu_mix: y[rows, outs] (+)= x[rows, inner] v[inner, outs]. */
+ * cpu_mix: y[rows, outs] (+)= x[rows, inner] v[inner, outs]; cpu_mix_turned: the same of x given as [inner, rows]. */
 void cpu_product(float *y, int64_t ldy, const float *x, int64_t ldx, const float *w, int64_t ldw, int rows, int outs,
                  int inner, float scale);
 void cpu_mix(float *y, int64_t ldy, const float *x, int64_t ldx, const float *v, int64_t ldv, int rows, int outs,
              int inner, bool add);
+void cpu_mix_turned(float *y, int64_t ldy, const float *x, int64_t ldx, const float *v, int64_t ldv, int rows, int outs,
+                    int inner, bool add);
 /* The rows of a weight that go into one call, for a tile of `tile` rows: depends on the weight's width alone. */
 int cpu_panel(int tile, int64_t inner);
 /* Floats of room that cpu_panel_of wants for a panel of this weight. */

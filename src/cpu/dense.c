@@ -26,6 +26,13 @@ void cpu_mix(float *y, int64_t ldy, const float *x, int64_t ldx, const float *v,
                 add ? 1.0f : 0.0f, y, (int)ldy);
 }
 
+void cpu_mix_turned(float *y, int64_t ldy, const float *x, int64_t ldx, const float *v, int64_t ldv, int rows, int outs,
+                    int inner, bool add)
+{
+    cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, rows, outs, inner, 1, x, (int)ldx, v, (int)ldv, add ? 1.0f : 0.0f, y,
+                (int)ldy);
+}
+
 /* OpenBLAS multiplies small matrices without packing them first, which at these sizes is twice as fast (105 against 50
  * GFLOP/s of a core's 106, AVX-512): up to 1024 results and 10^6 multiplications a call. */
 int cpu_panel(int tile, int64_t inner)

@@ -48,50 +48,58 @@ static inline float lane_fold(float *lane)
     return lane[0];
 }
 
-static inline float lane_max(const float *x, int64_t n)
-{
-    float lane[LANES];
-    for (int i = 0; i < LANES; i++)
-        lane[i] = -INFINITY;
-    int64_t k = 0;
-    for (; k + LANES <= n; k += LANES)
-        for (int i = 0; i < LANES; i++)
-            lane[i] = x[k + i] > lane[i] ? x[k + i] : lane[i];
-    for (int i = 0; k < n; i++, k++)
-        lane[i] = x[k] > lane[i] ? x[k] : lane[i];
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
-    return lane[0];
-}
-
 static inline float lane_squares(const float *x, int64_t n)
 {
     float lane[LANES] = {0};
-    int64_t k = 0;
-    for (; k + LANES <= n; k += LANES)
+    int64_t whole = n - n % LANES;
+    for (int64_t k = 0; k < whole; k += LANES)
         for (int i = 0; i < LANES; i++)
             lane[i] += x[k + i] * x[k + i];
-    for (int i = 0; k < n; i++, k++)
-        lane[i] += x[k] * x[k];
+    for (int64_t k = whole; k < n; k++)
+        lane[k - whole] += x[k] * x[k];
     return lane_fold(lane);
 }
 
-/* x[i] = e^(x[i] - shift); their sum. */
-static inline float lane_softmax(float *x, int64_t n, float shift)
+/* The sum of e^(x[i] - shift). */
+static inline float lane_exp_sum(const float *x, int64_t n, float shift)
 {
     float lane[LANES] = {0};
-    int64_t k = 0;
-    for (; k + LANES <= n; k += LANES)
-        for (int i = 0; i < LANES; i++) {
-            x[k + i] = lane_exp(x[k + i] - shift);
-            lane[i] += x[k + i];
-        }
-    for (int i = 0; k < n; i++, k++) {
-        x[k] = lane_exp(x[k] - shift);
-        lane[i] += x[k];
-    }
+    int64_t whole = n - n % LANES;
+    for (int64_t k = 0; k < whole; k += LANES)
+        for (int i = 0; i < LANES; i++)
+            lane[i] += lane_exp(x[k + i] - shift);
+    for (int64_t k = whole; k < n; k++)
+        lane[k - whole] += lane_exp(x[k] - shift);
     return lane_fold(lane);
+}
+
+/* Takes x among the two largest numbers so far. */
+static inline void lane_rank(float *top, float *second, float x)
+{
+    float less = x < *top ? x : *top;
+    *second = less > *second ? less : *second;
+    *top = x > *top ? x : *top;
+}
+
+/* The two largest of x[0..n), equal ones counted twice; -inf where there are none. */
+static inline void lane_top(float *top, float *second, const float *x, int64_t n)
+{
+    float first[LANES], next[LANES];
+    int64_t whole = n - n % LANES;
+    for (int i = 0; i < LANES; i++)
+        first[i] = next[i] = -INFINITY;
+    for (int64_t k = 0; k < whole; k += LANES)
+        for (int i = 0; i < LANES; i++)
+            lane_rank(&first[i], &next[i], x[k + i]);
+    for (int64_t k = whole; k < n; k++)
+        lane_rank(&first[k - whole], &next[k - whole], x[k]);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) {
+            next[i] = next[i + half] > next[i] ? next[i + half] : next[i];
+            lane_rank(&first[i], &next[i], first[i + half]);
+        }
+    *top = first[0];
+    *second = next[0];
 }
 
 /* y[i] = silu(gate[i]) * up[i] */

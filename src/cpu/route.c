@@ -5,7 +5,6 @@
 #include "src/cpu/plans.h"
 
 #include <assert.h>
-#include <stdlib.h>
 
 /* What one row chooses from. choice: score + bias, or -inf where ineligible. */
 typedef struct universe {

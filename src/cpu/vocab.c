@@ -4,7 +4,6 @@
 #include "src/cpu/lanes.h"
 
 #include <assert.h>
-#include <omp.h>
 
 enum { MOST_TASKS = 64 };
 
@@ -16,33 +15,6 @@ typedef struct partial {
 } partial;
 
 static const partial nothing = {-1, -INFINITY, -INFINITY, -INFINITY, 0};
-
-/* Adds logits z of ids first .. first + n - 1; z is overwritten. */
-static void take(partial *p, float *z, int32_t first, int n, int32_t mask_id)
-{
-    float peak = lane_max(z, n), mask = -INFINITY;
-    if (mask_id >= first && mask_id < first + n) {
-        mask = z[mask_id - first];
-        z[mask_id - first] = -INFINITY;
-    }
-    if (peak > p->second) {
-        for (int i = 0; i < n; i++)
-            if (z[i] > p->top) {
-                p->second = p->top;
-                p->top = z[i];
-                p->id = first + i;
-            } else if (z[i] > p->second) {
-                p->second = z[i];
-            }
-    }
-    if (mask_id >= first && mask_id < first + n)
-        z[mask_id - first] = mask;
-    if (peak > p->peak) {
-        p->sum *= lane_exp(p->peak - peak);
-        p->peak = peak;
-    }
-    p->sum += lane_softmax(z, n, p->peak);
-}
 
 /* Joins b, of higher ids, to a. */
 static void join(partial *a, const partial *b)
@@ -60,6 +32,25 @@ static void join(partial *a, const partial *b)
     } else {
         a->sum += b->sum * lane_exp(b->peak - a->peak);
     }
+}
+
+/* Adds logits z of ids first .. first + n - 1. */
+static void take(partial *p, float *z, int32_t first, int n, int32_t mask_id)
+{
+    partial q = {.id = -1};
+    bool masked = mask_id >= first && mask_id < first + n;
+    float mask = masked ? z[mask_id - first] : -INFINITY;
+    if (masked)
+        z[mask_id - first] = -INFINITY;
+    lane_top(&q.top, &q.second, z, n);
+    if (q.top > p->top)
+        for (q.id = first; z[q.id - first] != q.top;)
+            q.id++;
+    if (masked)
+        z[mask_id - first] = mask;
+    q.peak = mask > q.top ? mask : q.top;
+    q.sum = lane_exp_sum(z, n, q.peak);
+    join(p, &q);
 }
 
 /* Rows [0, rows) of h by the vocabulary rows of one task; found[i * tasks] is row i's. room: a padded tile, its logits,

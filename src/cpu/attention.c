@@ -1,7 +1,7 @@
 /* Attention of query blocks over the pages of their slot: softmax(q k^T / sqrt(d)) v, page by page in ascending order
- * with a running maximum, in fp32. A block has no mask inside. A task is one span and one key head; the query heads that
- * share it stand one below the other as `rows` = heads * B rows. Scores lie key by key, [B, rows], so that maxima and sums
- * run along rows without crossing them. The shapes depend on the model and the block size alone. */
+ * with a running maximum, in fp32. A block has no mask inside. A task is one span and one key head; the query heads
+ * that share it stand one below the other as `rows` = heads * B rows. Scores lie key by key, [B, rows], so that maxima
+ * and sums run along rows without crossing them. The shapes depend on the model and the block size alone. */
 #include "src/cpu/cpu.h"
 #include "src/cpu/lanes.h"
 
@@ -10,10 +10,10 @@
 /* A task's scratch. */
 typedef struct state {
     int rows, keys, d;
-    float *q;     /* [d, rows], divided by sqrt(d) */
-    float *score; /* [keys, rows] of a page */
+    float *q;                   /* [d, rows], divided by sqrt(d) */
+    float *score;               /* [keys, rows] of a page */
     float *most, *sum, *shrink; /* [rows]: running maximum and sum, and what the last page shrank both sums by */
-    float *o;     /* [rows, d]: not yet divided by `sum` */
+    float *o;                   /* [rows, d]: not yet divided by `sum` */
 } state;
 
 static size_t room_floats(const attention_rule *r)

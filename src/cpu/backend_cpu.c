@@ -89,7 +89,8 @@ static status grow(cpu_buffer *s, size_t bytes)
     s->bytes = 0;
     s->data = aligned_alloc(256, bytes);
     if (!s->data)
-        FAIL(FAILED, "out of memory: %zu bytes of scratch for an op; a smaller --batch or --prefill-blocks needs less", bytes);
+        FAIL(FAILED, "out of memory: %zu bytes of scratch for an op; a smaller --batch or --prefill-blocks needs less",
+             bytes);
     s->bytes = bytes;
 out:
     return st;

@@ -20,13 +20,13 @@ typedef struct cpu_buffer {
 
 typedef struct cpu {
     int threads;
-    cpu_buffer shared, *own;  /* scratch of a call: one for all threads, one for each; they grow and never shrink */
-    cpu_buffer angles;        /* rotary: cos, then sin, of rotary_dim / 2 angles for each position */
+    cpu_buffer shared, *own; /* scratch of a call: one for all threads, one for each; they grow and never shrink */
+    cpu_buffer angles;       /* rotary: cos, then sin, of rotary_dim / 2 angles for each position */
     int32_t angle_count, angle_dim;
     float angle_theta;
     double seconds[PHASES];
-    struct timespec last;     /* of the last mark */
-    int64_t expert_tiles;     /* computed so far; each of up to EXPERT_TILE rows */
+    struct timespec last; /* of the last mark */
+    int64_t expert_tiles; /* computed so far; each of up to EXPERT_TILE rows */
 } cpu;
 
 static inline cpu *cpu_of(const backend *b)
@@ -97,8 +97,8 @@ status cpu_route(backend *b, tensor *ids, tensor *weights, const tensor *z, cons
                  const batch *in, const slots *s, const route_rule *r, const block_rule *k);
 status cpu_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                    const expert_set *e);
-status cpu_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in,
-                 const slots *s, const block_rule *k);
+status cpu_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in, const slots *s,
+                 const block_rule *k);
 status cpu_head(backend *b, tensor *best, const tensor *h, const tensor *w, int32_t mask_id);
 
 /* Sets OpenBLAS to one thread: the tasks are spread by this backend. */

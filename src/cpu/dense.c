@@ -1,5 +1,5 @@
-/* y[n,o] = x[n,i] w[o,i]^T as tasks of one shape: DENSE_TILE rows of x by a panel of rows of w. BF16 and F16 weights are
- * widened panel by panel; the calls, and so the bits, are those of the same weight held in fp32. */
+/* y[n,o] = x[n,i] w[o,i]^T as tasks of one shape: DENSE_TILE rows of x by a panel of rows of w. BF16 and F16 weights
+ * are widened panel by panel; the calls, and so the bits, are those of the same weight held in fp32. */
 #include "src/cpu/cpu.h"
 
 #include <assert.h>
@@ -29,8 +29,8 @@ void cpu_mix(float *y, int64_t ldy, const float *x, int64_t ldx, const float *v,
 void cpu_mix_turned(float *y, int64_t ldy, const float *x, int64_t ldx, const float *v, int64_t ldv, int rows, int outs,
                     int inner, bool add)
 {
-    cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, rows, outs, inner, 1, x, (int)ldx, v, (int)ldv, add ? 1.0f : 0.0f, y,
-                (int)ldy);
+    cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, rows, outs, inner, 1, x, (int)ldx, v, (int)ldv,
+                add ? 1.0f : 0.0f, y, (int)ldy);
 }
 
 /* OpenBLAS multiplies small matrices without packing them first, which at these sizes is twice as fast (105 against 50

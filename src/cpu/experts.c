@@ -12,9 +12,9 @@ enum { TASK_ROWS = 16 * EXPERT_TILE };
 typedef struct worklist {
     int32_t start[SUM_TREE_EXPERTS + 1];      /* places of each expert; all multiples of EXPERT_TILE */
     int32_t task_start[SUM_TREE_EXPERTS + 1]; /* tasks of each expert */
-    int32_t *edge;  /* [places]: the edge (token * top_k + j) at a place; -1: padding */
-    int32_t *place; /* [tokens * top_k]: the place of an edge of this rank */
-    float *y;       /* [places, H]: weighted outputs */
+    int32_t *edge;                            /* [places]: the edge (token * top_k + j) at a place; -1: padding */
+    int32_t *place;                           /* [tokens * top_k]: the place of an edge of this rank */
+    float *y;                                 /* [places, H]: weighted outputs */
 } worklist;
 
 static int64_t most_places(int64_t edges, int count)
@@ -51,7 +51,7 @@ static void sort_edges(worklist *w, const tensor *ids, int64_t tokens, const exp
         }
 }
 
-/* y[rows, outs] = x[rows, inner] times rows [first, first + outs) of w, tile by tile; rows is a multiple of the tile. */
+/* y[rows, outs] = x[rows, inner] times rows [first, first + outs) of w, tile by tile; rows: a multiple of the tile. */
 static void product(float *y, const float *x, const tensor *w, int64_t first, int64_t outs, int rows, float *room)
 {
     int inner = (int)w->cols, panel = cpu_panel(EXPERT_TILE, inner);
@@ -60,7 +60,8 @@ static void product(float *y, const float *x, const tensor *w, int64_t first, in
         int64_t ldw;
         const float *wide = cpu_panel_of(w, first + out, width, room, &ldw);
         for (int row = 0; row < rows; row += EXPERT_TILE)
-            cpu_product(y + row * outs + out, outs, x + (int64_t)row * inner, inner, wide, ldw, EXPERT_TILE, width, inner, 1);
+            cpu_product(y + row * outs + out, outs, x + (int64_t)row * inner, inner, wide, ldw, EXPERT_TILE, width,
+                        inner, 1);
     }
 }
 
@@ -135,8 +136,9 @@ status cpu_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, co
     assert(e->gate_up.cols == x->cols && e->down.cols == e->inner && y->cols == x->cols);
     size_t sums = (size_t)sum_tree_scratch(e->tree) * (size_t)x->cols;
     size_t own = (size_t)TASK_ROWS * (size_t)(x->cols + 3 * e->inner) + panel_floats(e);
-    TRY(cpu_scratch(c, ((size_t)places + (size_t)edges) * sizeof(int32_t) + (size_t)(places * x->cols) * sizeof(float) + 256,
-                    (own > sums ? own : sums) * sizeof(float)));
+    TRY(cpu_scratch(
+        c, ((size_t)places + (size_t)edges) * sizeof(int32_t) + (size_t)(places * x->cols) * sizeof(float) + 256,
+        (own > sums ? own : sums) * sizeof(float)));
     worklist w;
     char *at = c->shared.data;
     w.y = piece(&at, (size_t)(places * x->cols) * sizeof(float));

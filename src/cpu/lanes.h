@@ -16,7 +16,7 @@ static inline float lane_exp(float x)
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
     float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* to the nearest integer */
-    float r = x - n * 0.693359375f; /* ln2 in two parts: n times the first is exact */
+    float r = x - n * 0.693359375f;                          /* ln2 in two parts: n times the first is exact */
     r = r + n * 2.12194440e-4f;
     float p = 1.0f / 5040;
     p = p * r + 1.0f / 720;

@@ -69,7 +69,7 @@ static void limit_groups(universe *u, const route_rule *r)
             u->choice[e] = -INFINITY;
 }
 
-/* The n best choices into id[], descending, lower ids first among equals; how many there are. They leave the universe. */
+/* The n best choices into id[], descending, lower ids first among equals; their count. They leave the universe. */
 static int choose(universe *u, int experts, int n, int32_t *id)
 {
     for (int i = 0; i < n; i++) {
@@ -88,8 +88,8 @@ static int choose(universe *u, int experts, int n, int32_t *id)
     return n;
 }
 
-static int choose_row(universe *u, const float *z, const float *bias, const int32_t *support, const route_rule *r, int n,
-                      int32_t *id)
+static int choose_row(universe *u, const float *z, const float *bias, const int32_t *support, const route_rule *r,
+                      int n, int32_t *id)
 {
     universe_open(u, z, bias, support, r->experts);
     if (r->top_groups < r->groups)
@@ -138,8 +138,8 @@ static const int32_t *support_of(const plans *p, int layer, const slot *x, int32
     return words[p->support.cols - 1] == 1 ? words : NULL;
 }
 
-/* Counts for each cohort the fresh rows of active blocks and the experts they chose. Rows come in slot order, so those of
- * a cohort are neighbours. */
+/* Counts for each cohort the fresh rows of active blocks and the experts they chose. Rows come in slot order, so those
+ * of a cohort are neighbours. */
 static void log_rows(const tensor *ids, plans *p, int layer, const batch *in, const slots *s, const route_rule *r,
                      const block_rule *k)
 {

@@ -12,7 +12,8 @@ status cpu_embed(backend *b, tensor *y, const tensor *table, const tensor *ids)
 #pragma omp parallel for num_threads(cpu_threads(cpu_of(b), (double)n * (double)y->cols))
     for (int64_t i = 0; i < n; i++) {
         assert(id[i * ids->ld] >= 0 && id[i * ids->ld] < table->rows);
-        cpu_widen(cpu_row(y, i), (const char *)table->data + (size_t)(id[i * ids->ld] * table->ld) * dtype_bytes(table->type),
+        cpu_widen(cpu_row(y, i),
+                  (const char *)table->data + (size_t)(id[i * ids->ld] * table->ld) * dtype_bytes(table->type),
                   table->type, y->cols);
     }
     return OK;
@@ -54,8 +55,8 @@ status cpu_pack(backend *b, tensor *packed, const tensor *full, const tensor *ro
     return OK;
 }
 
-status cpu_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in,
-                 const slots *s, const block_rule *k)
+status cpu_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in, const slots *s,
+                 const block_rule *k)
 {
     status st = OK;
     cpu *c = cpu_of(b);

@@ -55,8 +55,8 @@ static void take(partial *p, float *z, int32_t first, int n, int32_t mask_id)
 
 /* Rows [0, rows) of h by the vocabulary rows of one task; found[i * tasks] is row i's. room: a padded tile, its logits,
  * a widened panel. */
-static void task(partial *found, int64_t tasks, const tensor *h, int64_t rows, const tensor *w, int64_t from, int64_t to,
-                 int panel, int32_t mask_id, float *room)
+static void task(partial *found, int64_t tasks, const tensor *h, int64_t rows, const tensor *w, int64_t from,
+                 int64_t to, int panel, int32_t mask_id, float *room)
 {
     int inner = (int)h->cols;
     float *padded = room, *logits = padded + DENSE_TILE * inner, *wide = logits + DENSE_TILE * panel;
@@ -104,9 +104,10 @@ status cpu_head(backend *b, tensor *best, const tensor *h, const tensor *w, int3
         partial p = found[i * tasks];
         for (int64_t t = 1; t < tasks; t++)
             join(&p, &found[i * tasks + t]);
-        ((head_best *)best->data)[i] = (head_best){
-            .id = p.id < 0 ? mask_id == 0 : p.id, /* nothing compares with NaN */
-            .probability = lane_exp(p.top - p.peak) / p.sum, .top = p.top, .second = p.second};
+        ((head_best *)best->data)[i] = (head_best){.id = p.id < 0 ? mask_id == 0 : p.id, /* nothing compares with NaN */
+                                                   .probability = lane_exp(p.top - p.peak) / p.sum,
+                                                   .top = p.top,
+                                                   .second = p.second};
     }
 out:
     return st;

@@ -1,6 +1,6 @@
-/* bench_cpu [threads] [prefix blocks] [bf16]: microseconds of each CPU op at the tiny model's shapes, for forwards of 32 to
- * 2048 rows (blocks of 32, one a slot), beside the same products as plain sgemm calls without tiles or padding (left out
- * for weights held in 16 bits); then what a whole forward takes. Each figure is the least of several runs. */
+/* bench_cpu [threads] [prefix blocks] [bf16]: microseconds of each CPU op at the tiny model's shapes, for forwards of
+ * 32 to 2048 rows (blocks of 32, one a slot), beside the same products as plain sgemm calls without tiles or padding
+ * (left out for weights held in 16 bits); then what a whole forward takes. Each figure is the least of several runs. */
 #include "src/cpu/cpu.h"
 
 #include <stdio.h>
@@ -68,7 +68,8 @@ static void open_bench(bench *x, int threads, int prefix, dtype held, const sum_
     x->both = numbers(MOST, 2 * DENSE_INNER, 2), x->inner = numbers(MOST, DENSE_INNER, 2);
     x->z = numbers(MOST, EXPERTS, 4), x->ids = zeros(I32, MOST, TOP_K), x->weights = numbers(MOST, TOP_K, 1);
     x->sums = numbers(MOST, H, 1), x->best = zeros(U8, MOST, sizeof(head_best)), x->cache = numbers(MOST, H, 1);
-    x->w_qkv = matrix(x->b, QKV, H, held), x->w_out = matrix(x->b, H, H, held), x->w_router = matrix(x->b, EXPERTS, H, F32);
+    x->w_qkv = matrix(x->b, QKV, H, held), x->w_out = matrix(x->b, H, H, held),
+    x->w_router = matrix(x->b, EXPERTS, H, F32);
     x->w_both = matrix(x->b, 2 * INNER, H, held), x->w_down = matrix(x->b, H, INNER, held);
     x->w_dense = matrix(x->b, 2 * DENSE_INNER, H, held), x->w_dense_down = matrix(x->b, H, DENSE_INNER, held);
     x->w_head = matrix(x->b, V, H, held), x->norm = numbers(1, H, 1), x->head_norm = numbers(1, D, 1);
@@ -100,9 +101,9 @@ static void open_bench(bench *x, int threads, int prefix, dtype held, const sum_
         ((slot *)x->s.slot.data)[i / B].fresh = ~0ull;
         ((slot *)x->s.slot.data)[i / B].path = PATH_COLD;
     }
-    tensor *of_rows[] = {&x->x,   &x->y,       &x->h,     &x->qkv,      &x->attended, &x->both, &x->inner, &x->z,
-                         &x->ids, &x->weights, &x->sums,  &x->best,     &in->token,   &in->position,
-                         &in->slot, &in->role, &in->fresh};
+    tensor *of_rows[] = {&x->x,      &x->y,         &x->h,     &x->qkv,     &x->attended, &x->both,
+                         &x->inner,  &x->z,         &x->ids,   &x->weights, &x->sums,     &x->best,
+                         &in->token, &in->position, &in->slot, &in->role,   &in->fresh};
     for (size_t i = 0; i < sizeof of_rows / sizeof *of_rows; i++)
         of_rows[i]->used = &x->count[0];
     in->span.used = &x->count[1];
@@ -116,18 +117,43 @@ static tensor columns(tensor t, int64_t cols)
 
 /* One of everything that a forward does; `blas` runs its products as plain calls. */
 typedef enum op {
-    EMBED, NORM, QKV_MATMUL, ROTATE, ATTEND, OUT_MATMUL, ADD, DENSE_MLP, SHARED_MLP, ROUTER_MATMUL, ROUTE, PACK, EXPERT_MLP,
-    MERGE, HEAD, OPS
+    EMBED,
+    NORM,
+    QKV_MATMUL,
+    ROTATE,
+    ATTEND,
+    OUT_MATMUL,
+    ADD,
+    DENSE_MLP,
+    SHARED_MLP,
+    ROUTER_MATMUL,
+    ROUTE,
+    PACK,
+    EXPERT_MLP,
+    MERGE,
+    HEAD,
+    OPS
 } op;
 
 /* Name, and how often a forward of the tiny model (1 dense layer, 7 sparse ones) does it. */
 static const struct {
     const char *name;
     int times;
-} ops[OPS] = {{"embed", 1},      {"norm", 2 * LAYERS + 1}, {"qkv", LAYERS},           {"rotate", LAYERS},
-              {"attend", LAYERS}, {"out", LAYERS},          {"add", 3 * LAYERS - 1},   {"dense mlp", 1},
-              {"shared mlp", LAYERS - 1}, {"router", LAYERS - 1}, {"route", LAYERS - 1}, {"pack", LAYERS - 1},
-              {"experts", LAYERS - 1},    {"merge", LAYERS - 1},  {"head", 1}};
+} ops[OPS] = {{"embed", 1},
+              {"norm", 2 * LAYERS + 1},
+              {"qkv", LAYERS},
+              {"rotate", LAYERS},
+              {"attend", LAYERS},
+              {"out", LAYERS},
+              {"add", 3 * LAYERS - 1},
+              {"dense mlp", 1},
+              {"shared mlp", LAYERS - 1},
+              {"router", LAYERS - 1},
+              {"route", LAYERS - 1},
+              {"pack", LAYERS - 1},
+              {"experts", LAYERS - 1},
+              {"merge", LAYERS - 1},
+              {"head", 1}};
 
 static void mlp(bench *x, const tensor *w_both, const tensor *w_down)
 {
@@ -141,22 +167,53 @@ static void run_op(bench *x, op o)
 {
     backend *b = x->b;
     switch (o) {
-    case EMBED: stop(b->embed(b, &x->y, &x->w_head, &x->in.token)); break;
-    case NORM: stop(b->norm(b, &x->y, &x->x, &x->norm, 1e-6f)); break;
-    case QKV_MATMUL: stop(b->matmul(b, &x->qkv, &x->x, &x->w_qkv)); break;
-    case ROTATE: stop(b->rotate(b, &x->qkv, &x->kv, 0, &x->head_norm, &x->head_norm, &x->in, &x->s, &attention)); break;
-    case ATTEND: stop(b->attend(b, &x->attended, &x->qkv, &x->kv, 0, &x->in, &x->s, &attention)); break;
-    case OUT_MATMUL: stop(b->matmul(b, &x->y, &x->attended, &x->w_out)); break;
-    case ADD: stop(b->add(b, &x->y, &x->x)); break;
-    case DENSE_MLP: mlp(x, &x->w_dense, &x->w_dense_down); break;
-    case SHARED_MLP: mlp(x, &x->w_both, &x->w_down); break;
-    case ROUTER_MATMUL: stop(b->matmul(b, &x->z, &x->x, &x->w_router)); break;
-    case ROUTE: stop(b->route(b, &x->ids, &x->weights, &x->z, &x->bias, &x->p, 0, &x->in, &x->s, &routing, &block)); break;
-    case PACK: stop(b->pack(b, &x->h, &x->x, &x->in.fresh)); break;
-    case EXPERT_MLP: stop(b->experts(b, &x->sums, &x->x, &x->ids, &x->weights, &x->experts)); break;
-    case MERGE: stop(b->merge(b, &x->y, &x->sums, &x->cache, 0, &x->in, &x->s, &block)); break;
-    case HEAD: stop(b->head(b, &x->best, &x->x, &x->w_head, MASK)); break;
-    case OPS: break;
+    case EMBED:
+        stop(b->embed(b, &x->y, &x->w_head, &x->in.token));
+        break;
+    case NORM:
+        stop(b->norm(b, &x->y, &x->x, &x->norm, 1e-6f));
+        break;
+    case QKV_MATMUL:
+        stop(b->matmul(b, &x->qkv, &x->x, &x->w_qkv));
+        break;
+    case ROTATE:
+        stop(b->rotate(b, &x->qkv, &x->kv, 0, &x->head_norm, &x->head_norm, &x->in, &x->s, &attention));
+        break;
+    case ATTEND:
+        stop(b->attend(b, &x->attended, &x->qkv, &x->kv, 0, &x->in, &x->s, &attention));
+        break;
+    case OUT_MATMUL:
+        stop(b->matmul(b, &x->y, &x->attended, &x->w_out));
+        break;
+    case ADD:
+        stop(b->add(b, &x->y, &x->x));
+        break;
+    case DENSE_MLP:
+        mlp(x, &x->w_dense, &x->w_dense_down);
+        break;
+    case SHARED_MLP:
+        mlp(x, &x->w_both, &x->w_down);
+        break;
+    case ROUTER_MATMUL:
+        stop(b->matmul(b, &x->z, &x->x, &x->w_router));
+        break;
+    case ROUTE:
+        stop(b->route(b, &x->ids, &x->weights, &x->z, &x->bias, &x->p, 0, &x->in, &x->s, &routing, &block));
+        break;
+    case PACK:
+        stop(b->pack(b, &x->h, &x->x, &x->in.fresh));
+        break;
+    case EXPERT_MLP:
+        stop(b->experts(b, &x->sums, &x->x, &x->ids, &x->weights, &x->experts));
+        break;
+    case MERGE:
+        stop(b->merge(b, &x->y, &x->sums, &x->cache, 0, &x->in, &x->s, &block));
+        break;
+    case HEAD:
+        stop(b->head(b, &x->best, &x->x, &x->w_head, MASK));
+        break;
+    case OPS:
+        break;
     }
 }
 
@@ -181,7 +238,8 @@ static void plain_experts(bench *x, int rows)
     for (int i = 0; i < rows * TOP_K; i++)
         count[((int32_t *)x->ids.data)[i]]++;
     for (int e = 0; e < EXPERTS; e++) {
-        tensor up = tensor_rows(&x->experts.gate_up, e * 2 * INNER, 2 * INNER), down = tensor_rows(&x->experts.down, e * H, H);
+        tensor up = tensor_rows(&x->experts.gate_up, e * 2 * INNER, 2 * INNER),
+               down = tensor_rows(&x->experts.down, e * H, H);
         if (count[e]) {
             plain(&x->both, &x->x, &up, count[e]);
             plain(&x->y, &x->inner, &down, count[e]);
@@ -193,9 +251,15 @@ static void plain_experts(bench *x, int rows)
 static int run_plain(bench *x, op o, int rows)
 {
     switch (o) {
-    case QKV_MATMUL: plain(&x->qkv, &x->x, &x->w_qkv, rows); return 1;
-    case ATTEND: plain_attend(x, rows / B); return 1;
-    case OUT_MATMUL: plain(&x->y, &x->attended, &x->w_out, rows); return 1;
+    case QKV_MATMUL:
+        plain(&x->qkv, &x->x, &x->w_qkv, rows);
+        return 1;
+    case ATTEND:
+        plain_attend(x, rows / B);
+        return 1;
+    case OUT_MATMUL:
+        plain(&x->y, &x->attended, &x->w_out, rows);
+        return 1;
     case DENSE_MLP:
         plain(&x->both, &x->x, &x->w_dense, rows);
         plain(&x->y, &x->inner, &x->w_dense_down, rows);
@@ -204,15 +268,20 @@ static int run_plain(bench *x, op o, int rows)
         plain(&x->both, &x->x, &x->w_both, rows);
         plain(&x->y, &x->inner, &x->w_down, rows);
         return 1;
-    case ROUTER_MATMUL: plain(&x->z, &x->x, &x->w_router, rows); return 1;
-    case EXPERT_MLP: plain_experts(x, rows); return 1;
+    case ROUTER_MATMUL:
+        plain(&x->z, &x->x, &x->w_router, rows);
+        return 1;
+    case EXPERT_MLP:
+        plain_experts(x, rows);
+        return 1;
     case HEAD:
         for (int i = 0; i < rows; i += 64) { /* logits of 64 rows at a time, thrown away */
             tensor part = tensor_rows(&x->x, i, rows - i < 64 ? rows - i : 64);
             plain(&x->both, &part, &x->w_head, (int)part.rows);
         }
         return 1;
-    default: return 0;
+    default:
+        return 0;
     }
 }
 
@@ -250,8 +319,8 @@ int main(int argc, char **argv)
     dtype held = argc > 3 && !strcmp(argv[3], "bf16") ? BF16 : F32;
     open_bench(&x, threads, prefix, held, tree);
     double sum[COUNTS][2] = {{0}};
-    printf("# %d threads, prefix of %d blocks; us a call, then us of its products as plain sgemm on one thread\n%-11s", threads, prefix,
-           "op x times");
+    printf("# %d threads, prefix of %d blocks; us a call, then us of its products as plain sgemm on one thread\n%-11s",
+           threads, prefix, "op x times");
     for (int n = 0; n < COUNTS; n++)
         printf(" %8d rows   sgemm", row_counts[n]);
     printf("\n");

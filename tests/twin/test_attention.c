@@ -40,8 +40,8 @@ static kv_pool open_pool(const fixture *f, const attention_rule *r, int layers)
                      .page_count = f->page_count};
 }
 
-/* |q|, |k| <= 3, |v| <= 1. A score is off by at most e = (d + 2) 2^-24 9 sqrt(d), a weight relatively by 2 e + 2^-22 (the
- * exponential), once more by 2^-22 for each rescaling; sums of n terms add n 2^-24 each, above and below the line. */
+/* |q|, |k| <= 3, |v| <= 1. A score is off by at most e = (d + 2) 2^-24 9 sqrt(d), a weight relatively by 2 e + 2^-22
+ * (the exponential), once more by 2^-22 for each rescaling; sums of n terms add n 2^-24 each, twice. */
 static double bound(const attention_rule *r, int block)
 {
     double d = r->head_dim, pages = block + 1;
@@ -124,6 +124,7 @@ static void test_a_block_knows_no_neighbours(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_attend), cmocka_unit_test(test_a_block_knows_no_neighbours)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_attend),
+                                       cmocka_unit_test(test_a_block_knows_no_neighbours)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -50,7 +50,8 @@ static void test_held_weights_give_the_same_bits(void **state)
         for (dtype type = BF16; type <= F16; type++) {
             struct shape s = shapes[k];
             tensor x = fixture_tensor(s.rows, s.in, 1), w = fixture_tensor(s.out, s.in, 1);
-            tensor held = fixture_narrow(b, &w, type), y = fixture_tensor(s.rows, s.out, 1), z = fixture_tensor(s.rows, s.out, 1);
+            tensor held = fixture_narrow(b, &w, type), y = fixture_tensor(s.rows, s.out, 1),
+                   z = fixture_tensor(s.rows, s.out, 1);
             assert_int_equal(b->matmul(b, &y, &x, &w), OK);
             assert_int_equal(b->matmul(b, &z, &x, &held), OK);
             for (int i = 0; i < s.rows; i++)

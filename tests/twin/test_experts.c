@@ -64,8 +64,8 @@ static void rank_edges(tensor *to, tensor *to_weights, const tensor *ids, const 
 }
 
 /* Gate and up are sums of H products of numbers below 1: off by at most a = (H + 1) 2^-24 H. |silu'| < 1.1 and both are
- * at most H, so their product is off by at most 2.1 a H + 2^-21 H^2, a down sum by I times that and (I + 1) 2^-24 of its
- * magnitude. Random numbers stay far below these worst cases; a thousandth of them is asserted. */
+ * at most H, so their product is off by at most 2.1 a H + 2^-21 H^2, a down sum by I times that and (I + 1) 2^-24 of
+ * its magnitude. Random numbers stay far below these worst cases; a thousandth of them is asserted. */
 static double bound(const struct layer *l)
 {
     double h = l->hidden, i = l->inner, a = (h + 1) * 0x1p-24 * h;
@@ -155,7 +155,8 @@ static void test_layers(void **state)
                     free(scratch), free(y.data);
                     sum_tree_close(t);
                 }
-                free(x.data), free(ids.data), free(weights.data), free(first.data), free(mine.data), free(my_weights.data);
+                free(x.data), free(ids.data), free(weights.data), free(first.data), free(mine.data),
+                    free(my_weights.data);
             }
         free(m.gate_up.data), free(m.down.data);
     }

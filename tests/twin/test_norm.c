@@ -37,8 +37,8 @@ static void test_norm(void **state)
     }
 }
 
-/* The formula in double, but for the angle, which is fp32 by definition. The head's numbers are of size 1 after the norm
- * (of size 2 without): errors of the norm, of cosf and sinf, and of a sum of two products stay below 2e-6. */
+/* The formula in double, but for the angle, which is fp32 by definition. The head's numbers are of size 1 after the
+ * norm (of size 2 without): errors of the norm, of cosf and sinf, and of a sum of two products stay below 2e-6. */
 static void want_head(double *y, const float *x, const float *w, int position, const attention_rule *r)
 {
     double sum = 0;
@@ -93,7 +93,8 @@ static void test_rotate(void **state)
             char *written = calloc((size_t)kv.k.rows, 1);
             for (int i = 0; i < count * size; i++) {
                 int position = *int_at(&f.in.position, i), owner = *int_at(&f.in.slot, i);
-                int64_t row = (layer * f.page_count + int_at(&f.s.page, owner)[position / size]) * size + position % size;
+                int64_t row =
+                    (layer * f.page_count + int_at(&f.s.page, owner)[position / size]) * size + position % size;
                 written[row] = 1;
                 for (int h = 0; h < r->heads; h++)
                     assert_head(at(&qkv, i) + h * d, at(&old, i) + h * d, r->qk_norm ? qw.data : NULL, position, r);
@@ -107,7 +108,8 @@ static void test_rotate(void **state)
                 assert_true(written[i] || same_rows(&kv.k, i, &keys, i));
             for (int i = count * size; i < qkv.rows; i++)
                 assert_true(same_rows(&qkv, i, &old, i));
-            free(qkv.data), free(old.data), free(qw.data), free(kw.data), free(kv.k.data), free(kv.v.data), free(keys.data);
+            free(qkv.data), free(old.data), free(qw.data), free(kw.data), free(kv.k.data), free(kv.v.data),
+                free(keys.data);
             free(written);
         }
         fixture_close(&f);

@@ -54,7 +54,7 @@ static void want_order(int *beaten, double *score, const float *z, const float *
     }
 }
 
-/* A score is off by at most 2^-21 of itself (exponential and quotient), a sum of K of them and the quotient likewise. */
+/* A score is off by at most 2^-21 of itself (exponential and quotient), a sum of K and the quotient likewise. */
 static bool close_to(float a, double want)
 {
     return fabs((double)a - want) <= 0x1p-19 * fabs(want);

@@ -1,9 +1,15 @@
 /* The world's collectives, what agree says, and that abort ends the job even where MPI_Abort hangs.
- * With an argument: `abort` or `hang`, which end the job with exit code 3. */
+ * With an argument the job ends with exit code 3: `abort`; `hang`: MPI_Abort does; `stuck`, `stopped`: the last rank,
+ * or its whole process, and the watchdogs of the others find out. */
 #include "tests/ranks/ranks.h"
 
+#include "src/base/watchdog.h"
+
 #include <mpi.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 static int abort_hangs, allreduce_fails;
@@ -137,6 +143,44 @@ static void test_failures_of_mpi(void **state)
     assert_non_null(strstr(status_message(), "MPI_Allreduce: "));
 }
 
+static void give_up(void *with)
+{
+    world *w = with;
+    w->abort(w, FAILED);
+}
+
+static void end_badly(const char *way)
+{
+    bool last = job->rank == job->size - 1;
+    heartbeat h = {.layer = -1, .phase = -1};
+    watchdog *w;
+    watchdog_rule rule = {.rank = job->rank,
+                          .size = job->size,
+                          .file = strcmp(way, "stuck") == 0 ? "test_world_stuck.beats" : "test_world_stopped.beats",
+                          .seconds = {1, 1, 1, 1},
+                          .tick = .1,
+                          .abort = give_up,
+                          .with = job,
+                          .abort_seconds = 5};
+    abort_hangs = strcmp(way, "hang") == 0;
+    if (last && (abort_hangs || strcmp(way, "abort") == 0))
+        job->abort(job, FAILED);
+    if (watchdog_open(&w, &rule, &h) != OK)
+        _exit(99);
+    heartbeat_stage(&h, WATCH_RUN);
+    heartbeat_iteration(&h, 4);
+    if (!last)
+        heartbeat_phase(&h, 2, PHASE_ROUTE);
+    if (last && strcmp(way, "stopped") == 0) {
+        struct timespec tick = {.tv_nsec = 300000000};
+        nanosleep(&tick, NULL);
+        raise(SIGSTOP);
+    }
+    if (last)
+        pause();
+    job->agree(job, OK);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -145,12 +189,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_agree_joins_messages), cmocka_unit_test(test_failures_of_mpi),
     };
     ranks_open(&argc, &argv);
-    if (argc > 1) {
-        abort_hangs = strcmp(argv[1], "hang") == 0;
-        if (job->rank == job->size - 1)
-            job->abort(job, FAILED);
-        pause(); /* the others wait for ever, as in an exchange */
-    }
+    if (argc > 1)
+        end_badly(argv[1]);
     job->close(NULL);
     return ranks_run(tests);
 }

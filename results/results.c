@@ -528,15 +528,15 @@ status results_status(results_standing *out, const char *file)
         TRY(hdf5_attributes(&of_file, file));
         const char *text = json_string_value(json_object_get(of_file, "state"));
         snprintf(out->state, sizeof out->state, "%s", text ? text : "");
+        out->sessions = (int)json_integer_value(json_object_get(of_file, "sessions"));
+        out->done = json_integer_value(json_object_get(of_file, "rows_done"));
+        out->failed = json_integer_value(json_object_get(of_file, "rows_failed"));
+        out->current = !s.sessions || (out->sessions == s.sessions && out->done == s.done && out->failed == s.failed);
     }
     if (s.sessions || !published) {
         out->sessions = s.sessions;
         out->done = s.done;
         out->failed = s.failed;
-    } else {
-        out->sessions = (int)json_integer_value(json_object_get(of_file, "sessions"));
-        out->done = json_integer_value(json_object_get(of_file, "rows_done"));
-        out->failed = json_integer_value(json_object_get(of_file, "rows_failed"));
     }
     TRY(json_int(&out->total, run ? run : of_file, "rows_total", -1, -1, INT64_MAX, file));
     if (out->total >= 0)

@@ -151,6 +151,7 @@ typedef struct results_standing {
     bool running;     /* somebody holds the lock */
     char holder[512]; /* "pid N on HOST (command)", or "" */
     char state[16];   /* of the published file, or "" */
+    bool current;     /* the published file holds all that the journals do */
     int sessions;
     int64_t done, failed;
     int64_t total, left; /* from the integer "rows_total" of run_json; -1 where unknown */

@@ -1,18 +1,37 @@
 /* epoch: one program, one command a purpose. Only this file prints an error and ends the process. */
+#include "results/export.h"
+#include "results/report.h"
+#include "results/score_file.h"
+#include "results/standing.h"
 #include "src/options.h"
 #include "src/run.h"
+#include "src/stop.h"
 #include "src/world.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+/* Every command but `run`, which starts MPI. argv[0] of `command` is its name. */
+static const struct {
+    const char *name, *use, *help;
+    status (*command)(int argc, char **argv);
+} commands[] = {
+    {"status", "FILE.h5", "rows done, failed and left; running or not", standing_command},
+    {"score", "FILE.h5 [...]", "accuracy under named rules; HumanEval pass@1", score_command},
+    {"report", "FILE.h5 [...]", "tables, comparison, plots", report_command},
+    {"export", "FILE.h5 --format F", "jsonl, humaneval or lm-eval", export_command},
+};
+enum { COMMANDS = sizeof commands / sizeof *commands };
+
 static int usage(FILE *to)
 {
     fprintf(to, "epoch %s: offline inference for block-diffusion mixture-of-experts models\n\n"
-                "  mpirun -np R epoch run --model DIR --data KIND:PATH --out FILE.h5 [options]\n\n"
-                "epoch run --help lists the options.\n",
+                "  mpirun -np R epoch run --model DIR --data KIND:PATH --out FILE.h5 [options]\n",
             EPOCH_VERSION);
+    for (int i = 0; i < COMMANDS; i++)
+        fprintf(to, "  epoch %-6s %-24s %s\n", commands[i].name, commands[i].use, commands[i].help);
+    fprintf(to, "\nepoch run --help lists the options.\n");
     return to == stdout ? OK : BAD_INPUT;
 }
 
@@ -36,6 +55,7 @@ static int run_command(int argc, char **argv)
     world *w = NULL;
     options o;
     bool help, together = true;
+    stop_listen();
     status st = world_mpi_open(&w, &argc, &argv);
     if (st != OK) {
         fprintf(stderr, "epoch: %s\n", status_message());
@@ -69,6 +89,14 @@ int main(int argc, char **argv)
         return usage(stderr);
     if (strcmp(argv[1], "run") == 0)
         return run_command(argc, argv);
+    for (int i = 0; i < COMMANDS; i++) {
+        if (strcmp(argv[1], commands[i].name) != 0)
+            continue;
+        status st = commands[i].command(argc - 1, argv + 1);
+        if (st == BAD_INPUT || st == FAILED)
+            fprintf(stderr, "%s\n", status_message());
+        return st;
+    }
     if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)
         return usage(stdout);
     if (strcmp(argv[1], "--version") == 0) {

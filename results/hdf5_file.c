@@ -141,6 +141,38 @@ static const column iteration_columns[] = {
 };
 #undef AT
 
+#define AT(field) offsetof(result_audited, field)
+static const column audit_columns[] = {
+    {"output_row", COLUMN_I64, 1, AT(output_row), NULL},
+    {"session", COLUMN_I32, 1, AT(session), NULL},
+    {"rank", COLUMN_I32, 1, AT(rank), NULL},
+    {"block", COLUMN_I32, 1, AT(at.block), NULL},
+    {"iteration", COLUMN_I32, 1, AT(at.iteration), NULL},
+    {"live", COLUMN_I32, 1, AT(at.live), "rows"},
+    {"held", COLUMN_I32, 1, AT(at.held), "rows"},
+    {"same", COLUMN_I32, 1, AT(at.same), "rows"},
+    {"broken", COLUMN_I32, 1, AT(at.broken), "rows"},
+    {"block_same", COLUMN_I32, 1, AT(at.block_same), NULL},
+    {"max_difference", COLUMN_F32, 1, AT(at.max_difference), "logits"},
+    {"mean_difference", COLUMN_F32, 1, AT(at.mean_difference), "logits"},
+    {"min_margin", COLUMN_F32, 1, AT(at.min_margin), "logits"},
+    {"mean_margin", COLUMN_F32, 1, AT(at.mean_margin), "logits"},
+};
+#undef AT
+
+#define AT(field) offsetof(result_observation, field)
+static const column observed_columns[] = {
+    {"session", COLUMN_I32, 1, AT(session), NULL},
+    {"rank", COLUMN_I32, 1, AT(rank), NULL},
+    {"overlap_count", COLUMN_I64, OBSERVED_STEPS, AT(of.overlap_count), "layer-iterations"},
+    {"overlap_sum", COLUMN_F64, OBSERVED_STEPS, AT(of.overlap_sum), NULL},
+    {"decoded_count", COLUMN_I64, OBSERVED_STEPS, AT(of.cosine_count[0]), "layer-rows"},
+    {"decoded_sum", COLUMN_F64, OBSERVED_STEPS, AT(of.cosine_sum[0]), NULL},
+    {"live_count", COLUMN_I64, OBSERVED_STEPS, AT(of.cosine_count[1]), "layer-rows"},
+    {"live_sum", COLUMN_F64, OBSERVED_STEPS, AT(of.cosine_sum[1]), NULL},
+};
+#undef AT
+
 #define AT(field) offsetof(result_score, field)
 static const column score_columns[] = {
     {"dataset", COLUMN_TEXT, 1, AT(dataset), NULL},
@@ -162,6 +194,8 @@ static const table blocks_table = TABLE("blocks", block_columns, result_block);
 static const table phases_table = TABLE("phases", phase_columns, result_rank);
 static const table sessions_table = TABLE("sessions", session_columns, result_session);
 static const table iterations_table = TABLE("iterations", iteration_columns, result_trace);
+static const table audit_table = TABLE("audit", audit_columns, result_audited);
+static const table observed_table = TABLE("observed", observed_columns, result_observation);
 static const table scores_table = TABLE("scores", score_columns, result_score);
 
 static const column plain_i32 = {.type = COLUMN_I32, .width = 1}, plain_i64 = {.type = COLUMN_I64, .width = 1},
@@ -411,6 +445,10 @@ static status write_tables(hid_t file, const results_file *f, const char *where)
     TRY(write_table(file, &sessions_table, f->session, f->sessions, where));
     if (f->iterations)
         TRY(write_table(file, &iterations_table, f->iteration, f->iterations, where));
+    if (f->audits)
+        TRY(write_table(file, &audit_table, f->audit, f->audits, where));
+    if (f->observations)
+        TRY(write_table(file, &observed_table, f->observation, f->observations, where));
     if (f->scores)
         TRY(write_table(file, &scores_table, f->score, f->scores, where));
 out:
@@ -742,6 +780,10 @@ static status read_tables(results_file *f, hid_t file, const char *where)
     READ(session, sessions, sessions_table);
     if (has(file, "iterations"))
         READ(iteration, iterations, iterations_table);
+    if (has(file, "audit"))
+        READ(audit, audits, audit_table);
+    if (has(file, "observed"))
+        READ(observation, observations, observed_table);
     if (has(file, "scores"))
         READ(score, scores, scores_table);
 #undef READ
@@ -786,8 +828,33 @@ static status join(results_file *f, hid_t file, const char *where)
         t->at.order = f->output[t->output_row].row.order;
         t->at.turn = f->output[t->output_row].row.turn;
     }
+    for (int64_t i = 0; i < f->audits; i++) {
+        result_audited *a = &f->audit[i];
+        if (a->output_row < 0 || a->output_row >= f->rows)
+            FAIL(BAD_INPUT, "%s: audit row %lld: output_row %lld, but outputs has %lld rows", where, (long long)i,
+                 (long long)a->output_row, (long long)f->rows);
+        a->at.order = f->output[a->output_row].row.order;
+        a->at.turn = f->output[a->output_row].row.turn;
+    }
 out:
     return st;
+}
+
+static void sum_observations(results_file *f)
+{
+    result_observed *sum = &f->observed;
+    f->has_observed = f->observations > 0;
+    for (int64_t n = 0; n < f->observations; n++) {
+        const result_observed *o = &f->observation[n].of;
+        for (int i = 0; i < OBSERVED_STEPS; i++) {
+            sum->overlap_count[i] += o->overlap_count[i];
+            sum->overlap_sum[i] += o->overlap_sum[i];
+            for (int k = 0; k < OBSERVED_KINDS; k++) {
+                sum->cosine_count[k][i] += o->cosine_count[k][i];
+                sum->cosine_sum[k][i] += o->cosine_sum[k][i];
+            }
+        }
+    }
 }
 
 status results_read(results_file **out, const char *where)
@@ -804,6 +871,7 @@ status results_read(results_file **out, const char *where)
     f->state = f->state ? f->state : "";
     TRY(read_tables(f, file, where));
     TRY(join(f, file, where));
+    sum_observations(f);
     *out = f;
     f = NULL;
 out:

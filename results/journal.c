@@ -454,6 +454,11 @@ out:
 
 status journal_open(journal **out, const char *dir, int rank, int session)
 {
+    return journal_open_at(out, dir, rank, session, now_since_1970());
+}
+
+status journal_open_at(journal **out, const char *dir, int rank, int session, double started)
+{
     status st = OK;
     char name[64];
     *out = NULL;
@@ -472,8 +477,7 @@ status journal_open(journal **out, const char *dir, int rank, int session)
         FAIL(FAILED, "%s: cannot be created: %s%s", j->path, strerror(errno),
              errno == EEXIST ? "; another run writes here: stop it, or choose another --out" : "");
     size_t start = frame_begin(j);
-    double now = now_since_1970();
-    code_f64(&j->out, &now);
+    code_f64(&j->out, &started);
     TRY(frame_finish(j, start, FRAME_SESSION));
     TRY(journal_commit(j, NULL));
     TRY(folder_sync(dir));
@@ -534,11 +538,15 @@ out:
 
 status journal_commit(journal *j, const result_phase *p)
 {
+    return journal_commit_at(j, p, now_since_1970());
+}
+
+status journal_commit_at(journal *j, const result_phase *p, double now)
+{
     status st = OK;
     TRY(refuse_broken(j));
     if (p) {
         result_phase copy = *p;
-        double now = now_since_1970();
         size_t start = frame_begin(j);
         code_counters(&j->out, &copy, &now);
         TRY(frame_finish(j, start, FRAME_COUNTERS));

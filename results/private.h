@@ -37,6 +37,10 @@ typedef struct frame {
 /* The frame at *at of a journal's bytes; moves *at behind it unless it is END, TORN or FOREIGN. */
 frame frame_next(const unsigned char *bytes, size_t size, size_t *at, int session, int rank, uint32_t *sequence);
 
+/* A journal of another time: journal_open and journal_commit, with their seconds since 1970. */
+status journal_open_at(journal **out, const char *dir, int rank, int session, double started);
+status journal_commit_at(journal *j, const result_phase *p, double now);
+
 /* Decode a payload; false where it is not exactly what its kind says. Texts point into the payload. token [r->tokens]
  * and block [r->blocks] are filled where given: a first call with NULL tells the counts. */
 bool frame_row(result_row *r, const frame *f, int32_t *token, result_block *block);
@@ -86,16 +90,25 @@ void *pool_take(results_pool **pool, size_t count, size_t each); /* zeroed */
 const char *pool_text(results_pool **pool, const char *text, size_t bytes);
 void pool_close(results_pool *pool);
 
+/* DIR/NAME. */
+status path_of(char *file, size_t bytes, const char *dir, const char *name);
 /* fsync a folder, so that names made or changed in it last. */
 status folder_sync(const char *folder);
 /* The folder of a path, "." where it has none. */
 void folder_of(char *folder, size_t bytes, const char *path);
 /* fsync tmp, rename it to path, fsync the folder. */
 status file_settle(const char *tmp, const char *path);
+/* Keeps run_json in DIR as a session's. */
+status folder_run_keep(const char *dir, const char *run_json, int session);
 /* The run_json of one session in DIR, or of the newest that has one (number `sessions` may have begun, with no journal
  * yet); NULL where there is none. json_decref it. */
 status folder_run(json_t **out, const char *dir, int session);
 status folder_run_newest(json_t **out, const char *dir, int sessions);
+
+/* In DIR while its journals are being written from the file and are not yet all: a run that took them for all there is
+ * would publish fewer rows. Removed as a recovery is done, or a session begins with what there is. */
+#define RECOVERING "recovering"
+status recovery_end(const char *dir);
 
 /* hdf5_file.c. A whole file at tmp, not yet synced; and the attributes of one, which is all that its standing needs. */
 status hdf5_write(const char *tmp, const results_file *f);

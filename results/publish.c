@@ -128,14 +128,26 @@ static int by_input(const void *a, const void *b)
     return (x->row > y->row) - (x->row < y->row);
 }
 
+static int compare_places(int64_t row, int64_t other_row, int32_t block, int32_t other_block, int32_t iteration,
+                          int32_t other_iteration)
+{
+    if (row != other_row)
+        return row < other_row ? -1 : 1;
+    if (block != other_block)
+        return block < other_block ? -1 : 1;
+    return (iteration > other_iteration) - (iteration < other_iteration);
+}
+
 static int by_place(const void *a, const void *b)
 {
     const result_trace *x = a, *y = b;
-    if (x->output_row != y->output_row)
-        return (x->output_row > y->output_row) - (x->output_row < y->output_row);
-    if (x->at.block != y->at.block)
-        return (x->at.block > y->at.block) - (x->at.block < y->at.block);
-    return (x->at.iteration > y->at.iteration) - (x->at.iteration < y->at.iteration);
+    return compare_places(x->output_row, y->output_row, x->at.block, y->at.block, x->at.iteration, y->at.iteration);
+}
+
+static int by_audited_place(const void *a, const void *b)
+{
+    const result_audited *x = a, *y = b;
+    return compare_places(x->output_row, y->output_row, x->at.block, y->at.block, x->at.iteration, y->at.iteration);
 }
 
 #define TAKE(to, count)                                                                \
@@ -184,42 +196,59 @@ out:
     return st;
 }
 
-/* Iterations of rows that are not in the file (unfinished, or repeated elsewhere) are left out. */
+/* The row of /outputs that this rank finished in this session; -1: none (unfinished, or repeated elsewhere). */
+static int64_t row_of(const results_file *f, int64_t order, int32_t turn, int32_t session, int32_t rank)
+{
+    int64_t low = 0, high = f->rows;
+    while (low < high) {
+        int64_t mid = low + (high - low) / 2;
+        const result_row *r = &f->output[mid].row;
+        if (r->order < order || (r->order == order && r->turn < turn))
+            low = mid + 1;
+        else
+            high = mid;
+    }
+    const result_output *o = &f->output[low];
+    return low < f->rows && o->row.order == order && o->row.turn == turn && o->session == session && o->rank == rank
+               ? low
+               : -1;
+}
+
+/* Those of rows that are not in the file are left out. */
 static status gather_iterations(results_file *f, const results_index *x)
 {
     status st = OK;
-    int64_t most = 0;
-    for (int j = 0; j < x->journals; j++)
-        most += x->journal[j].iterations;
-    TAKE(f->iteration, most);
-    for (int j = 0; j < x->journals && most; j++) {
+    int64_t iterations = 0, audits = 0;
+    for (int j = 0; j < x->journals; j++) {
+        iterations += x->journal[j].iterations;
+        audits += x->journal[j].audits;
+    }
+    TAKE(f->iteration, iterations);
+    TAKE(f->audit, audits);
+    for (int j = 0; j < x->journals; j++) {
         const index_journal *from = &x->journal[j];
         uint32_t sequence = 0;
-        for (size_t at = 0; at < from->whole;) {
+        for (size_t at = 0; at < from->whole && from->iterations + from->audits;) {
             frame fr = frame_next(from->bytes, from->size, &at, from->session, from->rank, &sequence);
-            if (fr.kind != FRAME_ITERATION)
-                continue;
-            result_trace t = {.session = from->session, .rank = from->rank};
-            frame_iteration(&t.at, &fr);
-            int64_t low = 0, high = f->rows;
-            while (low < high) {
-                int64_t mid = low + (high - low) / 2;
-                const result_row *r = &f->output[mid].row;
-                if (r->order < t.at.order || (r->order == t.at.order && r->turn < t.at.turn))
-                    low = mid + 1;
-                else
-                    high = mid;
-            }
-            const result_output *o = &f->output[low];
-            if (low < f->rows && o->row.order == t.at.order && o->row.turn == t.at.turn && o->session == t.session &&
-                o->rank == t.rank) {
-                t.output_row = low;
-                f->iteration[f->iterations++] = t;
+            if (fr.kind == FRAME_ITERATION) {
+                result_trace *t = &f->iteration[f->iterations];
+                *t = (result_trace){.session = from->session, .rank = from->rank};
+                frame_iteration(&t->at, &fr);
+                t->output_row = row_of(f, t->at.order, t->at.turn, t->session, t->rank);
+                f->iterations += t->output_row >= 0;
+            } else if (fr.kind == FRAME_AUDIT) {
+                result_audited *a = &f->audit[f->audits];
+                *a = (result_audited){.session = from->session, .rank = from->rank};
+                frame_audit(&a->at, &fr);
+                a->output_row = row_of(f, a->at.order, a->at.turn, a->session, a->rank);
+                f->audits += a->output_row >= 0;
             }
         }
     }
     if (f->iterations)
         qsort(f->iteration, (size_t)f->iterations, sizeof *f->iteration, by_place);
+    if (f->audits)
+        qsort(f->audit, (size_t)f->audits, sizeof *f->audit, by_audited_place);
 out:
     return st;
 }
@@ -230,6 +259,7 @@ static status gather_sessions(results_file *f, const results_index *x, const cha
     json_t *run = NULL;
     char *text = NULL;
     TAKE(f->rank, x->journals);
+    TAKE(f->observation, x->journals);
     TAKE(f->session, x->journals);
     for (int j = 0; j < x->journals; j++) {
         const index_journal *from = &x->journal[j];
@@ -257,6 +287,8 @@ static status gather_sessions(results_file *f, const results_index *x, const cha
                 s->wall_seconds = from->phase.wall_seconds;
             f->rank[f->ranks++] = (result_rank){from->session, from->rank, from->phase};
         }
+        if (from->observed)
+            f->observation[f->observations++] = (result_observation){from->session, from->rank, from->observation};
     }
     for (int64_t i = 0; i < f->rows; i++) {
         const result_output *o = &f->output[i];

@@ -19,7 +19,7 @@ enum { RUN_JSON_MOST = 64 << 20 };
 
 /* ---- files */
 
-static status path_of(char *file, size_t bytes, const char *dir, const char *name)
+status path_of(char *file, size_t bytes, const char *dir, const char *name)
 {
     status st = OK;
     if ((size_t)snprintf(file, bytes, "%s/%s", dir, name) >= bytes)
@@ -213,16 +213,11 @@ static void sweep(const char *file)
     closedir(d);
 }
 
-status results_begin(const char *file, const char *dir, const char *run_json, int session)
+status folder_run_keep(const char *dir, const char *run_json, int session)
 {
     status st = OK;
     char name[64], at[PATH_MAX], tmp[PATH_MAX];
-    json_error_t e;
     FILE *f = NULL;
-    json_t *run = json_loads(run_json, 0, &e);
-    if (!json_is_object(run))
-        FAIL(BAD_INPUT, "the run's settings are no JSON object: %s", run ? "another type" : e.text);
-    sweep(file);
     session_name(name, sizeof name, session);
     TRY(path_of(at, sizeof at, dir, name));
     TRY(path_of(tmp, sizeof tmp, dir, "session.tmp"));
@@ -233,6 +228,20 @@ status results_begin(const char *file, const char *dir, const char *run_json, in
 out:
     if (f)
         fclose(f);
+    return st;
+}
+
+status results_begin(const char *file, const char *dir, const char *run_json, int session)
+{
+    status st = OK;
+    json_error_t e;
+    json_t *run = json_loads(run_json, 0, &e);
+    if (!json_is_object(run))
+        FAIL(BAD_INPUT, "the run's settings are no JSON object: %s", run ? "another type" : e.text);
+    sweep(file);
+    TRY(recovery_end(dir));
+    TRY(folder_run_keep(dir, run_json, session));
+out:
     json_decref(run);
     return st;
 }
@@ -508,7 +517,7 @@ static bool lock_held(const char *lock)
 status results_status(results_standing *out, const char *file)
 {
     status st = OK;
-    char dir[PATH_MAX], lock[PATH_MAX];
+    char dir[PATH_MAX], lock[PATH_MAX], mark[PATH_MAX];
     results_state s = {0};
     json_t *run = NULL, *of_file = NULL;
     bool published = access(file, F_OK) == 0;
@@ -517,10 +526,12 @@ status results_status(results_standing *out, const char *file)
     if ((size_t)snprintf(dir, sizeof dir, "%s.d", file) >= sizeof dir)
         FAIL(BAD_INPUT, "%s: the path is too long", file);
     TRY(path_of(lock, sizeof lock, dir, "lock"));
+    TRY(path_of(mark, sizeof mark, dir, RECOVERING));
     out->running = lock_held(lock);
     if (out->running)
         lock_holder(out->holder, sizeof out->holder, lock);
-    TRY(results_scan(&s, dir));
+    if (!published || access(mark, F_OK) != 0)
+        TRY(results_scan(&s, dir));
     TRY(folder_run_newest(&run, dir, s.sessions));
     if (!run && !s.sessions && !published && !out->running)
         FAIL(BAD_INPUT, "%s: no results: neither the file nor journals in %s", file, dir);

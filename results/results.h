@@ -146,6 +146,12 @@ bool results_row(result_row *out, const results_state *s, const char *dataset, c
  * "complete", "interrupted". */
 status results_publish(const char *path, const char *dir, const char *run_json, const char *state);
 
+/* Rank 0, under the exclusive lock, before the scan of a resume: where DIR holds no journals, as after its removal, and
+ * PATH is there, writes the journals anew from PATH, with its sessions and ranks as they were: publishing gives PATH's
+ * rows again. It does nothing where there are journals or no PATH; one that was killed is begun again.
+ * BAD_INPUT: as of results_read, or a row of a session or rank that the file does not have. */
+status results_recover(const char *path, const char *dir);
+
 /* How a run stands: from the journals in PATH.d where there are any, else from PATH. BAD_INPUT: neither is there. */
 typedef struct results_standing {
     bool running;     /* somebody holds the lock */
@@ -188,6 +194,17 @@ typedef struct result_trace { /* one row of /iterations */
     result_iteration at;
 } result_trace;
 
+typedef struct result_audited { /* one row of /audit */
+    int64_t output_row;
+    int32_t session, rank;
+    result_audit at;
+} result_audited;
+
+typedef struct result_observation { /* one row of /observed: the last of a rank in a session */
+    int32_t session, rank;
+    result_observed of;
+} result_observation;
+
 typedef struct result_score { /* one row of /scores; written by `epoch score` */
     const char *dataset, *rule;
     int32_t rule_version;
@@ -210,6 +227,12 @@ typedef struct results_file {
     result_session *session;
     int64_t iterations;
     result_trace *iteration; /* by output_row, block, iteration */
+    int64_t audits;
+    result_audited *audit; /* likewise */
+    int64_t observations;
+    result_observation *observation; /* by session, then rank */
+    bool has_observed;
+    result_observed observed; /* results_read: the sum of the observations */
     int64_t scores;
     result_score *score; /* may be replaced before results_write; what it was stays the file's */
     struct results_pool *pool;

@@ -73,6 +73,8 @@ static status claim_output(job *j)
     if (access(j->o->out, F_OK) == 0 && !j->o->resume)
         FAIL(BAD_INPUT, "%s exists already: --resume goes on with it, or name another --out", j->o->out);
     TRY(results_lock(&j->lock, j->dir, true, j->o->lock_wait));
+    if (j->o->resume)
+        TRY(results_recover(j->o->out, j->dir));
     TRY(results_scan(&j->done, j->dir));
     if (j->done.sessions > 0 && !j->o->resume)
         FAIL(BAD_INPUT, "%s holds %lld rows of an unfinished run: --resume goes on with it, or remove it", j->dir,

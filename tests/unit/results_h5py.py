@@ -55,6 +55,12 @@ with h5py.File(path, "r") as f:
     s = f["sessions"]
     assert len(s["session"]) == 1 and s["done"][0] == a["rows_done"]
     assert json.loads(s["run"].asstr()[0])["strict"] is True
+    assert len(f["audit/live"]) == n and list(f["audit/output_row"]) == list(range(n))
+    assert set(f["audit/live"][:] - f["audit/same"][:]) == {1} and f["audit/mean_margin"][7] == 7
+    v = f["observed"]
+    assert all(column.shape == (1, 64) for name, column in v.items() if name not in ("session", "rank"))
+    assert list(v["overlap_count"][0]) == list(range(1000, 1064)) and v["live_sum"][0, 3] == 1 + 0.25 - 3
+    assert v["decoded_count"][0, 5] == 10005 and v["live_count"][0, 5] == 10105
     assert len(f["iterations/path"]) == n and set(paths[f["iterations/path"][:]]) == {"cold"}
 
     # schema.md names every column, with its unit, and no other
@@ -65,7 +71,7 @@ with h5py.File(path, "r") as f:
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) == 6 and cells[1] not in ("column", "---"):
             told.setdefault(group, {}).update({name.strip(): cells[3] for name in cells[1].split(",")})
-    for group in ("outputs", "blocks", "phases", "sessions", "iterations"):
+    for group in ("outputs", "blocks", "phases", "sessions", "iterations", "audit", "observed"):
         found = {name: c.attrs.get("unit", "") for name, c in f[group].items() if not name.endswith("_names")}
         assert told[group] == found, (group, told[group], found)
 
@@ -98,6 +104,9 @@ damages = [
     (lambda f: f["outputs/n_blocks"].__setitem__(0, 99), "outputs row 0: want 99 rows of blocks"),
     (lambda f: f["outputs/n_blocks"].__setitem__(399, 0), "its outputs have"),
     (lambda f: f["iterations/output_row"].__setitem__(3, 400), "iterations row 3: output_row 400"),
+    (lambda f: f["iterations/path"].__setitem__(2, -1), "iterations row 2: output_row 2, path -1"),
+    (lambda f: f["audit/output_row"].__setitem__(5, -1), "audit row 5: output_row -1, but outputs has 400 rows"),
+    (lambda f: replaced(f["observed"], "live_sum", np.zeros((1, 9))), "live_sum has 9 values a row, want 64"),
     (lambda f: f.attrs.__setitem__("schema_version", 9), "schema_version 9, want 1: use the program that wrote it"),
     (lambda f: f.attrs.__delitem__("schema_version"), "schema_version 0, want 1: not a results file of epoch"),
     (lambda f: f.attrs.__setitem__("schema_version", "one"), '"schema_version" is a string'),

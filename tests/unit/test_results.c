@@ -480,6 +480,8 @@ static void test_foreign_journals(void **state)
                 {1, 7, "1234567"},
                 {1, 9, "123456789"},
                 {3, 3, "123"},
+                {5, 8, "12345678"},
+                {6, 8, "\x40\0\0\0\x03\0\0\0"},
                 {4, 16, "12345678\xff\xff\xff\xff\xff\xff\xff\x7f"}};
     for (size_t i = 0; i < sizeof lies / sizeof *lies; i++) {
         one_frame(1, lies[i].kind, lies[i].payload, lies[i].bytes);
@@ -657,6 +659,268 @@ static void test_trace(void **state)
         assert_true(t->at.bytes_moved == 1ll << 40);
     }
     results_close(f);
+}
+
+/* ---- audit and observations */
+
+static result_audit audit_of(int order, int iteration)
+{
+    return (result_audit){.order = order,
+                          .block = iteration / 2,
+                          .iteration = iteration % 2,
+                          .live = 32 - iteration,
+                          .held = 20,
+                          .same = 31 - iteration,
+                          .broken = iteration == 3,
+                          .block_same = iteration % 2,
+                          .max_difference = .5f,
+                          .mean_difference = .25f,
+                          .min_margin = iteration ? .125f : NAN,
+                          .mean_margin = (float)order};
+}
+
+/* Every number of it another, and another of every `of`. */
+static result_observed observed_of(int of)
+{
+    result_observed o;
+    for (int i = 0; i < OBSERVED_STEPS; i++) {
+        o.overlap_count[i] = 1000 * of + i;
+        o.overlap_sum[i] = of + i * .5;
+        for (int k = 0; k < OBSERVED_KINDS; k++) {
+            o.cosine_count[k][i] = 10000 * of + 100 * k + i;
+            o.cosine_sum[k][i] = of + k * .25 - i;
+        }
+    }
+    return o;
+}
+
+/* Two sessions of two ranks, rows 0 to 11 all told; each row with iterations and audits, each rank with counters and
+ * observations. */
+static void write_audited(void)
+{
+    made m;
+    journal *j;
+    for (int who = 0; who < 4; who++) {
+        int session = who / 2, rank = who % 2;
+        char run[64];
+        snprintf(run, sizeof run, "{\"rows_total\":12,\"threshold\":0.9%d,\"name\":\"caf\xc3\xa9\"}", session);
+        if (rank == 0)
+            assert_ok(results_begin(out_path, out_dir, run, session));
+        assert_ok(journal_open(&j, out_dir, rank, session));
+        for (int n = 3 * who; n < 3 * who + 4; n++) { /* the last one is unfinished */
+            for (int i = 3; i >= 0; i--) {
+                result_audit a = audit_of(n, i);
+                assert_ok(journal_audit(j, &a));
+            }
+            assert_ok(journal_iteration(j, &(result_iteration){.order = n, .path = n % PATHS, .live = 5}));
+            if (n < 3 * who + 3)
+                assert_ok(journal_row(j, make(&m, n, 0)));
+            result_observed o = observed_of(100 * who + n);
+            assert_ok(journal_observed(j, &o));
+            assert_ok(journal_commit(j, &(result_phase){.forwards = n, .wall_seconds = who + .5}));
+        }
+        result_observed lost = observed_of(9);
+        assert_ok(journal_observed(j, &lost)); /* never committed */
+        journal_close(j);
+    }
+}
+
+static void assert_audited(const results_file *f)
+{
+    assert_int_equal(f->rows, 12);
+    assert_int_equal(f->audits, 48);
+    for (int i = 0; i < 48; i++) {
+        const result_audited *a = &f->audit[i];
+        result_audit want = audit_of(i / 4, i % 4);
+        assert_int_equal(a->output_row, i / 4);
+        assert_int_equal(a->session, i / 24);
+        assert_int_equal(a->rank, i / 12 % 2);
+        assert_memory_equal(&a->at, &want, offsetof(result_audit, min_margin));
+        assert_true(a->at.min_margin == want.min_margin || (isnan(a->at.min_margin) && isnan(want.min_margin)));
+        assert_true(a->at.mean_margin == want.mean_margin);
+    }
+    assert_int_equal(f->observations, 4);
+    assert_true(f->has_observed);
+    double overlap = 0;
+    int64_t live = 0;
+    for (int who = 0; who < 4; who++) {
+        result_observed want = observed_of(103 * who + 3);
+        assert_int_equal(f->observation[who].session, who / 2);
+        assert_int_equal(f->observation[who].rank, who % 2);
+        assert_memory_equal(&f->observation[who].of, &want, sizeof want);
+        overlap += want.overlap_sum[63];
+        live += want.cosine_count[1][5];
+    }
+    assert_true(f->observed.overlap_sum[63] == overlap);
+    assert_int_equal(f->observed.cosine_count[1][5], live);
+}
+
+static void test_audit_and_observations(void **state)
+{
+    (void)state;
+    results_file *f;
+    char copy[600];
+    size_t bytes, again_bytes;
+    write_audited();
+    assert_ok(results_publish(out_path, out_dir, NULL, "complete"));
+    assert_ok(results_read(&f, out_path));
+    assert_audited(f);
+    snprintf(copy, sizeof copy, "%s.copy", out_path);
+    assert_ok(results_write(copy, f));
+    results_close(f);
+    char *first = slurp(out_path, &bytes), *again = slurp(copy, &again_bytes);
+    assert_int_equal(bytes, again_bytes);
+    assert_memory_equal(first, again, bytes);
+    free(first);
+    free(again);
+}
+
+/* ---- a folder that was removed */
+
+/* Recovers, and publishes the same bytes as before. */
+static void assert_recovers(const char *want, size_t want_bytes)
+{
+    size_t bytes;
+    char again[600];
+    snprintf(again, sizeof again, "%s.again", out_path);
+    assert_ok(results_recover(out_path, out_dir));
+    assert_ok(results_publish(again, out_dir, NULL, "partial"));
+    char *found = slurp(again, &bytes);
+    assert_int_equal(bytes, want_bytes);
+    assert_memory_equal(found, want, bytes);
+    free(found);
+}
+
+static void test_recover(void **state)
+{
+    (void)state;
+    results_state s;
+    results_file *f;
+    results_standing now;
+    journal *j;
+    made m;
+    size_t bytes;
+    int fd;
+    char file[600];
+    assert_ok(results_recover(out_path, out_dir)); /* nothing there: nothing to do */
+    assert_ok(results_scan(&s, out_dir));
+    assert_int_equal(s.sessions, 0);
+    results_scan_close(&s);
+    write_audited();
+    assert_ok(journal_open(&j, out_dir, 2, 1)); /* of a rank with a second turn and no counters */
+    assert_ok(journal_row(j, make(&m, 4, 1)));
+    assert_ok(journal_commit(j, NULL));
+    journal_close(j);
+    assert_ok(journal_open(&j, out_dir, 0, 2)); /* of a session that did nothing */
+    journal_close(j);
+    assert_ok(results_publish(out_path, out_dir, NULL, "partial"));
+    char *want = slurp(out_path, &bytes);
+
+    remove_all(out_dir);
+    assert_ok(results_lock(&fd, out_dir, true, 0));
+    assert_recovers(want, bytes);
+    assert_ok(results_scan(&s, out_dir));
+    assert_int_equal(s.sessions, 3);
+    assert_int_equal(s.done + s.failed, 13);
+    for (int n = 0; n < 12; n++) {
+        const result_row *row = make(&m, n, 0);
+        assert_true(results_done(&s, row->dataset, row->id, 0));
+    }
+    results_scan_close(&s);
+    assert_ok(results_status(&now, out_path));
+    assert_int_equal(now.total, 12);
+
+    /* with journals there, it does nothing: these go on */
+    write_rows(3, 0, 20, 25, 5);
+    assert_ok(results_recover(out_path, out_dir));
+    assert_ok(results_scan(&s, out_dir));
+    assert_int_equal(s.done + s.failed, 18);
+    results_scan_close(&s);
+
+    /* one that was killed half-way is begun again; what it left is no session */
+    snprintf(file, sizeof file, "%s/recovering", out_dir);
+    fclose(fopen(file, "w"));
+    snprintf(file, sizeof file, "%s/s0001.r00001.jnl", out_dir);
+    assert_int_equal(unlink(file), 0);
+    assert_ok(results_status(&now, out_path));
+    assert_int_equal(now.done + now.failed, 13);
+    assert_recovers(want, bytes);
+    assert_ok(results_scan(&s, out_dir));
+    assert_int_equal(s.done + s.failed, 13);
+    results_scan_close(&s);
+    snprintf(file, sizeof file, "%s/recovering", out_dir);
+    assert_int_equal(access(file, F_OK), -1);
+
+    /* a new session makes what is there its own */
+    fclose(fopen(file, "w"));
+    assert_ok(results_begin(out_path, out_dir, "{}", 3));
+    assert_int_equal(access(file, F_OK), -1);
+
+    /* a file that cannot be what a run wrote leaves the folder as it is */
+    close(fd);
+    remove_all(out_dir);
+    assert_ok(results_lock(&fd, out_dir, true, 0));
+    assert_ok(results_read(&f, out_path));
+    f->output[3].session = 7;
+    assert_ok(results_write(out_path, f));
+    results_close(f);
+    assert_says(results_recover(out_path, out_dir), BAD_INPUT, "out.h5: outputs row 3: no session 7 or no rank 1");
+    fclose(fopen(out_path, "w"));
+    assert_says(results_recover(out_path, out_dir), BAD_INPUT, "not an HDF5 file that can be opened");
+    assert_ok(results_scan(&s, out_dir));
+    assert_int_equal(s.sessions, 0);
+    results_scan_close(&s);
+    assert_int_equal(access(file, F_OK), -1);
+    close(fd);
+    free(want);
+}
+
+static void test_recovery_refused(void **state)
+{
+    (void)state;
+    char mark[600], journal_folder[600];
+    snprintf(mark, sizeof mark, "%s/recovering", out_dir);
+    snprintf(journal_folder, sizeof journal_folder, "%s/s0005.r00000.jnl", out_dir);
+    write_rows(0, 0, 0, 3, 3);
+    assert_ok(results_publish(out_path, out_dir, NULL, "partial"));
+    remove_all(out_dir);
+    assert_says(results_recover(out_path, out_dir), BAD_INPUT, "out.h5.d: the folder cannot be read: No such file");
+    assert_int_equal(mkdir(out_dir, 0755) + mkdir(mark, 0755), 0);
+    assert_says(results_recover(out_path, out_dir), FAILED, "recovering: cannot be created: Is a directory");
+    assert_says(results_begin(out_path, out_dir, "{}", 0), FAILED, "recovering: cannot be removed: Is a directory");
+    assert_int_equal(rmdir(mark) + mkdir(journal_folder, 0755), 0);
+    fclose(fopen(mark, "w"));
+    assert_says(results_recover(out_path, out_dir), FAILED, "s0005.r00000.jnl: cannot be removed: Is a directory");
+}
+
+static void test_killed_recoveries(void **state)
+{
+    (void)state;
+    size_t bytes;
+    int finished = 0;
+    unsigned seed = (unsigned)time(NULL);
+    print_message("seed %u\n", seed);
+    srand(seed);
+    for (int rank = 0; rank < 4; rank++)
+        write_rows(0, rank, 50 * rank, 50 * rank + 50, 50);
+    assert_ok(results_publish(out_path, out_dir, NULL, "partial"));
+    char *want = slurp(out_path, &bytes);
+    for (int round = 0; round < 10; round++) {
+        int how;
+        remove_all(out_dir);
+        assert_int_equal(mkdir(out_dir, 0755), 0);
+        fflush(NULL);
+        pid_t child = fork();
+        if (child == 0)
+            _exit(results_recover(out_path, out_dir));
+        nanosleep(&(struct timespec){.tv_nsec = rand() % 20000000}, NULL);
+        kill(child, SIGKILL);
+        assert_int_equal(waitpid(child, &how, 0), child);
+        finished += WIFEXITED(how);
+        assert_recovers(want, bytes);
+    }
+    print_message("%d of 10 recoveries killed\n", 10 - finished);
+    free(want);
 }
 
 /* ---- a full disk; a killed writer */
@@ -960,7 +1224,11 @@ static int write_sample(const char *file)
         r->gold = hex;
         TRY(journal_row(j, r));
         TRY(journal_iteration(j, &(result_iteration){.order = n, .path = PATH_COLD}));
+        result_audit a = audit_of(n, 1);
+        TRY(journal_audit(j, &a));
     }
+    result_observed o = observed_of(1);
+    TRY(journal_observed(j, &o));
     TRY(journal_commit(j, &(result_phase){.seconds = {1, 2, 3}, .rows_fresh = {0, 7}}));
     TRY(results_publish(file, out_dir, NULL, "complete"));
 out:
@@ -997,6 +1265,10 @@ int main(int argc, char **argv)
                                        TEST(test_foreign_journals),
                                        TEST(test_three_sessions),
                                        TEST(test_trace),
+                                       TEST(test_audit_and_observations),
+                                       TEST(test_recover),
+                                       TEST(test_recovery_refused),
+                                       TEST(test_killed_recoveries),
                                        TEST(test_full_disk),
                                        TEST(test_killed_writers),
                                        TEST(test_killed_publishers),

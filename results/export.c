@@ -57,14 +57,14 @@ static status put_jsonl(const result_output *o, FILE *to, bool *used)
     tokens = json_array();
     for (int32_t i = 0; i < r->tokens; i++)
         json_array_append_new(tokens, json_integer(r->token[i]));
-    TRY(put(json_pack("{s:s, s:s, s:I, s:i, s:s, s:s, s:O, s:s, s:s, s:s, s:i, s:i, s:O, s:i, s:i, s:i, s:o, s:o, s:i, s:i}",
-                      "dataset", r->dataset, "id", r->id, "source_line", (json_int_t)r->source_line, "turn", r->turn,
-                      "prompt", r->prompt, "text", r->text, "gold", gold, "status", r->failed ? "failed" : "done",
-                      "message", r->message, "finish_reason", r->finish_reason, "n_prompt_tokens", r->prompt_tokens,
-                      "n_tokens", r->tokens, "tokens", tokens, "n_blocks", r->blocks, "n_iterations", r->iterations,
-                      "forced", o->forced, "tokens_per_forward",
-                      number(r->iterations ? (double)r->tokens / r->iterations : NAN), "seconds", number(r->seconds),
-                      "session", o->session, "rank", o->rank),
+    TRY(put(json_pack(
+                "{s:s, s:s, s:I, s:i, s:s, s:s, s:O, s:s, s:s, s:s, s:i, s:i, s:O, s:i, s:i, s:i, s:o, s:o, s:i, s:i}",
+                "dataset", r->dataset, "id", r->id, "source_line", (json_int_t)r->source_line, "turn", r->turn,
+                "prompt", r->prompt, "text", r->text, "gold", gold, "status", r->failed ? "failed" : "done", "message",
+                r->message, "finish_reason", r->finish_reason, "n_prompt_tokens", r->prompt_tokens, "n_tokens",
+                r->tokens, "tokens", tokens, "n_blocks", r->blocks, "n_iterations", r->iterations, "forced", o->forced,
+                "tokens_per_forward", number(r->iterations ? (double)r->tokens / r->iterations : NAN), "seconds",
+                number(r->seconds), "session", o->session, "rank", o->rank),
             0, to));
 out:
     json_decref(tokens);
@@ -143,12 +143,15 @@ static status put_lm_eval(const result_row *r, const json_t *settings, FILE *to,
             TRY(score_answer(&answer, (score_rule)filter, language, r->text));
             TRY(score_compare(&verdict, (score_rule)filter, language, r->text, member(gold, "answer")));
         }
-        json_t *line = json_pack(
-            "{s:I, s:O, s:O, s:{s:{s:s, s:O}}, s:[[s]], s:[s], s:s, s:[], s:o, s:o, s:o, s:s}", "doc_id",
-            (json_int_t)(r->source_line - 1), "doc", doc, "target", target, "arguments", "gen_args_0", "arg_0", prompt,
-            "arg_1", settings, "resps", r->text, "filtered_resps", !scored ? r->text : answer ? answer : "[invalid]",
-            "filter", scored ? filters[filter] : "none", "metrics", "doc_hash", hash_of(text), "prompt_hash",
-            hash_of(prompt), "target_hash", hash_of(json_string_value(target)), "task", r->dataset);
+        json_t *line =
+            json_pack("{s:I, s:O, s:O, s:{s:{s:s, s:O}}, s:[[s]], s:[s], s:s, s:[], s:o, s:o, s:o, s:s}", "doc_id",
+                      (json_int_t)(r->source_line - 1), "doc", doc, "target", target, "arguments", "gen_args_0",
+                      "arg_0", prompt, "arg_1", settings, "resps", r->text, "filtered_resps",
+                      !scored  ? r->text
+                      : answer ? answer
+                               : "[invalid]",
+                      "filter", scored ? filters[filter] : "none", "metrics", "doc_hash", hash_of(text), "prompt_hash",
+                      hash_of(prompt), "target_hash", hash_of(json_string_value(target)), "task", r->dataset);
         if (line && scored) {
             json_array_append_new(json_object_get(line, "metrics"), json_string("exact_match"));
             json_object_set_new(line, "exact_match", json_real(verdict == SCORE_RIGHT));
@@ -170,8 +173,8 @@ static int64_t turns_from(const results_file *f, int64_t row)
 {
     const result_row *first = &f->output[row].row;
     int64_t n = 1;
-    while (row + n < f->rows && f->output[row + n].row.turn > 0 &&
-           strcmp(f->output[row + n].row.id, first->id) == 0 && strcmp(f->output[row + n].row.dataset, first->dataset) == 0)
+    while (row + n < f->rows && f->output[row + n].row.turn > 0 && strcmp(f->output[row + n].row.id, first->id) == 0 &&
+           strcmp(f->output[row + n].row.dataset, first->dataset) == 0)
         n++;
     return n;
 }
@@ -211,8 +214,8 @@ static status put_question(const results_file *f, int64_t row, int64_t turns, co
     hash[22] = 0; /* as long as the names that FastChat gives */
     long long id = strtoll(first->row.id, &end, 10);
     TRY(put(json_pack("{s:o, s:s, s:s, s:[{s:i, s:O}], s:f}", "question_id",
-                      *end ? json_string(first->row.id) : json_integer(id), "answer_id", hash, "model_id", model_id, "choices",
-                      "index", 0, "turns", texts, "tstamp", ended),
+                      *end ? json_string(first->row.id) : json_integer(id), "answer_id", hash, "model_id", model_id,
+                      "choices", "index", 0, "turns", texts, "tstamp", ended),
             JSON_ENSURE_ASCII, to));
 out:
     json_decref(texts);
@@ -256,7 +259,8 @@ static json_t *generation_settings(const results_file *f)
 {
     json_t *settings = json_loads(json_string_value(json_object_get(f->run, "settings"))
                                       ? json_string_value(json_object_get(f->run, "settings"))
-                                      : "{}", 0, NULL);
+                                      : "{}",
+                                  0, NULL);
     json_t *length = json_object_get(settings, "gen-len");
     json_t *out = json_pack("{s:b, s:[]}", "do_sample", 0, "until");
     if (out && json_is_integer(length))
@@ -291,8 +295,8 @@ status export_rows(const results_file *f, const export_order *o, FILE *to, FILE 
         failed += used && r->row.failed;
     }
     if (!written)
-        FAIL(BAD_INPUT, "export: no row%s%s fits --format %s", o->dataset ? " of dataset " : "", o->dataset ? o->dataset : "",
-             export_format_names[o->format]);
+        FAIL(BAD_INPUT, "export: no row%s%s fits --format %s", o->dataset ? " of dataset " : "",
+             o->dataset ? o->dataset : "", export_format_names[o->format]);
     if (failed)
         fprintf(notes, "# %lld failed rows are among them, with an empty answer\n", (long long)failed);
     if (strcmp(f->state, "complete") != 0)
@@ -319,12 +323,10 @@ static const char help[] =
 status export_command(int argc, char **argv)
 {
     status st = OK;
-    static const struct option flags[] = {{"format", required_argument, NULL, 'f'},
-                                          {"out", required_argument, NULL, 'o'},
-                                          {"dataset", required_argument, NULL, 'd'},
-                                          {"model-id", required_argument, NULL, 'm'},
-                                          {"help", no_argument, NULL, 'h'},
-                                          {0}};
+    static const struct option flags[] = {
+        {"format", required_argument, NULL, 'f'},  {"out", required_argument, NULL, 'o'},
+        {"dataset", required_argument, NULL, 'd'}, {"model-id", required_argument, NULL, 'm'},
+        {"help", no_argument, NULL, 'h'},          {0}};
     export_order o = {.format = EXPORT_FORMATS};
     results_file *f = NULL;
     const char *out = NULL;

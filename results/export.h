@@ -11,7 +11,13 @@
 
 #include <stdio.h>
 
-typedef enum export_format { EXPORT_JSONL, EXPORT_HUMANEVAL, EXPORT_LM_EVAL, EXPORT_MTBENCH, EXPORT_FORMATS } export_format;
+typedef enum export_format {
+    EXPORT_JSONL,
+    EXPORT_HUMANEVAL,
+    EXPORT_LM_EVAL,
+    EXPORT_MTBENCH,
+    EXPORT_FORMATS
+} export_format;
 
 extern const char *const export_format_names[EXPORT_FORMATS];
 

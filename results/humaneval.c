@@ -238,7 +238,7 @@ static kind kind_of(const line *l, const char **name, int *name_bytes)
 /* Whether a line at the left margin reads like a statement rather than like prose. */
 static bool reads_like_code(const line *l)
 {
-    static const char *const simple[] = {"return", "yield", "raise",    "pass", "break", "continue",
+    static const char *const simple[] = {"return", "yield", "raise",    "pass",   "break", "continue",
                                          "global", "del",   "nonlocal", "assert", NULL};
     static const char *const compound[] = {"if", "for", "while", "with", "try", "match", NULL};
     const char *name, *s = l->text + l->lead, *end = l->text + l->bytes;
@@ -285,7 +285,8 @@ static bool defines(const answer *a, const code *c, const char *want)
         const line *l = a->line + i;
         const char *name;
         int bytes;
-        if (!l->blank && l->indent <= c->margin && kind_of(l, &name, &bytes) == DEFINITION && is_name(name, bytes, want))
+        if (!l->blank && l->indent <= c->margin && kind_of(l, &name, &bytes) == DEFINITION &&
+            is_name(name, bytes, want))
             return true;
     }
     return false;
@@ -361,8 +362,8 @@ static bool opens_block(const line *l)
 static void put_body(FILE *f, const answer *a, const code *c)
 {
     int first = c->first, begin = c->first;
-    while (first < c->last && (a->line[first].blank ||
-                               (!c->fenced && a->line[first].indent == 0 && !reads_like_code(a->line + first)))) {
+    while (first < c->last &&
+           (a->line[first].blank || (!c->fenced && a->line[first].indent == 0 && !reads_like_code(a->line + first)))) {
         if (!a->line[first].blank)
             begin = first + 1;
         first++;

@@ -4,8 +4,9 @@
 
 #include "src/base/status.h"
 
-/* Draws into `dir`, created where needed; what was drawn and what had no data goes to stdout. python: an interpreter, or
- * NULL: the first python3 of PATH that has h5py and matplotlib. BAD_INPUT: there is none; FAILED: it could not draw. */
+/* Draws into `dir`, created where needed; what was drawn and what had no data goes to stdout. python: an interpreter,
+ * or NULL: the first python3 of PATH that has h5py and matplotlib. BAD_INPUT: there is none; FAILED: it could not draw.
+ */
 status plots_draw(const char *dir, const char *python, const char *const *file, int count);
 
 #endif

@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import matplotlib.ticker
 import numpy as np
 
 WIDTH, HEIGHT = 6.3, 3.9  # inches: a page's width
@@ -50,8 +51,7 @@ def style(i):
 
 def curve(axes, i, x, y, label):
     colour, dash, marker, _ = style(i)
-    axes.plot(x, y, color=colour, linestyle=dash, marker=marker, markersize=4, linewidth=1.5, label=label,
-              markevery=max(1, len(x) // 12))
+    axes.plot(x, y, color=colour, linestyle=dash, marker=marker, markersize=3.5, linewidth=1.3, label=label)
 
 
 def by_iteration(run, column, weights=None):
@@ -63,6 +63,13 @@ def by_iteration(run, column, weights=None):
     total = np.bincount(at[good], values[good])
     x = np.flatnonzero(count)
     return x + 1, total[x] / count[x]
+
+
+def iteration_axis(axes, runs):
+    most = 1 + max(run.column("iterations/iteration").max() for run in runs)
+    axes.set_xlabel("iteration of a block")
+    axes.set_xlim(0.4, most + 0.6)
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def blocks_left(axes, run):
@@ -90,7 +97,11 @@ def panels(runs, draw, title):
         draw(axes, run)
         if len(runs) > 1:
             axes.set_title(run.label, fontsize=9)
-    handles, labels = grid.flat[0].get_legend_handles_labels()
+            axes.label_outer()
+    shown = {}
+    for axes in grid.flat[:len(runs)]:
+        shown.update({text: handle for handle, text in zip(*axes.get_legend_handles_labels())})
+    handles, labels = list(shown.values()), list(shown)
     figure.suptitle(title, fontsize=10)
     figure.legend(handles, labels, loc="lower center", ncol=min(len(labels), 4), fontsize=8)
     figure.tight_layout(rect=(0, 0.09 if rows == 1 else 0.05, 1, 1))
@@ -125,7 +136,7 @@ def plot_phases(runs):
     axes.invert_yaxis()
     axes.grid(axis="y")
     axes.set_xlim(0, 1.12 * most)
-    axes.set_xlabel("time over all ranks (s); the figure is the share of the run")
+    axes.set_xlabel("time over all ranks (s), and its share of the run")
     axes.set_title("Time by phase")
     if len(data) > 1:
         axes.legend(loc="best")
@@ -134,32 +145,38 @@ def plot_phases(runs):
 
 
 def plot_rows(runs):
+    runs = traced(runs)
+
     def draw(axes, run):
         for i, (column, label) in enumerate([("live", "live (masked)"), ("newly", "newly decoded"),
                                              ("stable", "stable"), ("fresh", "fresh (through experts)")]):
             curve(axes, i, *by_iteration(run, column), label)
-        axes.set_xlabel("iteration of a block")
+        iteration_axis(axes, runs)
         axes.set_ylabel("rows (mean over blocks)")
         axes.set_ylim(0, None)
         if len(runs) == 1:
             blocks_left(axes, run)
 
-    return panels(traced(runs), draw, "Rows of a block over its iterations")
+    return panels(runs, draw, "Rows of a block over its iterations")
 
 
 def plot_commits(runs):
+    runs = traced(runs)
+
     def draw(axes, run):
         x, commits = by_iteration(run, "commits")
         _, forced = by_iteration(run, "forced")
         axes.bar(x, commits - forced, color=STYLES[0][0], label="above the threshold, or the best one")
-        axes.bar(x, forced, bottom=commits - forced, color="white", edgecolor=STYLES[1][0], hatch="///",
-                 label="forced by the step limit")
-        axes.set_xlabel("iteration of a block")
+        if forced.any():
+            some = forced > 0
+            axes.bar(x[some], forced[some], bottom=(commits - forced)[some], color="white", edgecolor=STYLES[1][0],
+                     hatch="///", label="forced by the step limit")
+        iteration_axis(axes, runs)
         axes.set_ylabel("commits (mean over blocks)")
         if len(runs) == 1:
             blocks_left(axes, run)
 
-    return panels(traced(runs), draw, "Commits per iteration")
+    return panels(runs, draw, "Commits per iteration")
 
 
 def plot_support(runs):
@@ -179,7 +196,7 @@ def plot_support(runs):
     top.legend(fontsize=8, ncol=2)
     top.set_title("Support, the experts used of it, and its coverage")
     bottom.set_ylabel("coverage: score kept of the\nunrestricted top-k (share)")
-    bottom.set_xlabel("iteration of a block")
+    iteration_axis(bottom, runs)
     if len(runs) > 1:
         bottom.legend(fontsize=8)
     figure.tight_layout()
@@ -187,9 +204,10 @@ def plot_support(runs):
 
 
 def plot_overlap(runs):
+    runs = traced(runs)
     figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT))
     drawn = 0
-    for run in traced(runs):
+    for run in runs:
         if "iterations/support_overlap" in run.file:
             curve(axes, drawn, *by_iteration(run, "support_overlap"), run.label)
             drawn += 1
@@ -197,7 +215,7 @@ def plot_overlap(runs):
         plt.close(figure)
         raise Missing("no file has /iterations/support_overlap")
     axes.set_ylim(0, 1.02)
-    axes.set_xlabel("iteration of a block")
+    iteration_axis(axes, runs)
     axes.set_ylabel("experts also used one iteration before (share)")
     axes.set_title("Overlap of the experts of consecutive iterations")
     if drawn > 1:
@@ -246,26 +264,26 @@ def plot_sweep(runs):
         table = zip(*(run.column("scores/" + c) for c in ("dataset", "rule", "score", "low", "high")))
         for dataset, rule, score, low, high in table:
             if rule in ("numeric", "pass@1") and np.isfinite(score):
-                points.setdefault(f"{dataset} {rule}", []).append((1e3 * seconds / forwards, score, low, high, run.label))
+                point = (1e3 * seconds / forwards, score, low, high, run.label)
+                points.setdefault(f"{dataset} {rule}", []).append(point)
     if not points:
         raise Missing("no file has scores and times (epoch score FILE.h5)")
     figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT))
     for i, (name, at) in enumerate(points.items()):
         colour, _, marker, _ = style(i)
         x, y, low, high, labels = (np.array(v) for v in zip(*sorted(at)))
-        axes.errorbar(x, y, [np.maximum(y - low, 0), np.maximum(high - y, 0)], color=colour, marker=marker, linestyle="none", capsize=3,
-                      elinewidth=0.8, label=name)
+        axes.errorbar(x, y, [np.maximum(y - low, 0), np.maximum(high - y, 0)], color=colour, marker=marker,
+                      linestyle="none", capsize=3, elinewidth=0.8, label=name)
         for k, text in enumerate(labels):
             left = x[k] > np.mean([min(x), max(x)])
             axes.annotate(str(text), (x[k], y[k]), (-6 if left else 6, 5), textcoords="offset points", fontsize=7,
                           ha="right" if left else "left")
-    axes.margins(x=0.12)
-    axes.set_ylim(-0.02, 1.02)
+    axes.margins(x=0.12, y=0.08)
     axes.set_xlabel("time per iteration of a rank (ms, decoding only)")
     axes.set_ylabel("accuracy (95 % interval)")
     axes.set_title("Accuracy against time per iteration")
-    axes.legend(loc="best")
-    figure.tight_layout()
+    figure.legend(loc="lower center", ncol=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.04 + 0.05 * -(-len(points) // 3), 1, 1))
     return figure
 
 

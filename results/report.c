@@ -69,7 +69,6 @@ static void sum_ranks(report_figures *s, const results_file *f)
 void report_sum(report_figures *out, const results_file *f)
 {
     report_figures s = {0};
-    double rank_seconds = 0;
     s.rows = f->rows;
     for (int64_t i = 0; i < f->rows; i++) {
         const result_row *r = &f->output[i].row;
@@ -83,11 +82,11 @@ void report_sum(report_figures *out, const results_file *f)
     sum_blocks(&s, f);
     sum_ranks(&s, f);
     for (int64_t i = 0; i < f->ranks; i++)
-        rank_seconds += f->rank[i].phase.wall_seconds;
+        s.rank_seconds += f->rank[i].phase.wall_seconds;
     s.tokens_per_second = ratio((double)s.tokens, s.wall_seconds);
     s.iterations_per_block = ratio((double)s.row_iterations, (double)s.blocks);
     s.tokens_per_forward = ratio((double)s.tokens, (double)s.row_iterations);
-    s.ms_per_forward = 1e3 * ratio(rank_seconds, (double)s.forwards);
+    s.ms_per_forward = 1e3 * ratio(s.rank_seconds, (double)s.forwards);
     *out = s;
 }
 
@@ -101,7 +100,8 @@ static void label(FILE *to, const char *text)
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
-static void cell(FILE *to, const char *format, ...)
+static void
+cell(FILE *to, const char *format, ...)
 {
     char text[128];
     va_list args;
@@ -137,22 +137,48 @@ static const char *attribute(const results_file *f, const char *key)
 
 /* ---- identity */
 
+enum { KEY = 18, SCREEN = 100 };
+
+/* An object's members as key=value, in lines of a screen. */
+static void print_members(FILE *to, const char *key, const json_t *o)
+{
+    const char *name;
+    json_t *v;
+    size_t at = 0;
+    fprintf(to, "#   %-*s", KEY, key);
+    json_object_foreach((json_t *)o, name, v)
+    {
+        char *text = json_dumps(v, JSON_ENCODE_ANY | JSON_REAL_PRECISION(6));
+        size_t n = strlen(name) + 2 + (text ? strlen(text) : 1);
+        if (at > 0 && at + n > SCREEN) {
+            fprintf(to, "\n#   %-*s", KEY, "");
+            at = 0;
+        }
+        fprintf(to, " %s=%s", name, text ? text : "?");
+        at += n;
+        free(text);
+    }
+    fputc('\n', to);
+}
+
 static void print_attribute(FILE *to, const char *key, const json_t *v)
 {
-    enum { MOST = 160 }; /* a model's whole configuration belongs in the file, not on a screen */
     if (json_is_string(v)) {
         const char *text = json_string_value(v);
-        size_t n = strcspn(text, "\n");
-        if (n > MOST || text[n])
-            fprintf(to, "#   %-16s %.*s ... (%zu bytes)\n", key, (int)(n < 60 ? n : 60), text, strlen(text));
-        else if (n)
-            fprintf(to, "#   %-16s %s\n", key, text);
+        json_t *o = *text == '{' ? json_loads(text, 0, NULL) : NULL;
+        if (strcmp(key, "model_config") == 0) /* belongs in the file, not on a screen */
+            fprintf(to, "#   %-*s (%zu bytes)\n", KEY, key, strlen(text));
+        else if (json_is_object(o))
+            print_members(to, key, o);
+        else if (*text)
+            fprintf(to, "#   %-*s %.*s\n", KEY, key, (int)strcspn(text, "\n"), text);
+        json_decref(o);
     } else if (json_is_integer(v)) {
-        fprintf(to, "#   %-16s %lld\n", key, (long long)json_integer_value(v));
+        fprintf(to, "#   %-*s %lld\n", KEY, key, (long long)json_integer_value(v));
     } else if (json_is_real(v)) {
-        fprintf(to, "#   %-16s %g\n", key, json_real_value(v));
+        fprintf(to, "#   %-*s %g\n", KEY, key, json_real_value(v));
     } else if (json_is_boolean(v)) {
-        fprintf(to, "#   %-16s %s\n", key, json_is_true(v) ? "true" : "false");
+        fprintf(to, "#   %-*s %s\n", KEY, key, json_is_true(v) ? "true" : "false");
     }
 }
 
@@ -160,7 +186,8 @@ static void print_attribute(FILE *to, const char *key, const json_t *v)
 static json_t *object_of(const results_file *f, const char *key)
 {
     json_t *v = json_object_get(f->run, key);
-    json_t *o = json_is_object(v) ? json_incref(v) : json_loads(json_is_string(v) ? json_string_value(v) : "{}", 0, NULL);
+    json_t *o =
+        json_is_object(v) ? json_incref(v) : json_loads(json_is_string(v) ? json_string_value(v) : "{}", 0, NULL);
     if (!json_is_object(o)) {
         json_decref(o);
         o = json_object();
@@ -168,15 +195,31 @@ static json_t *object_of(const results_file *f, const char *key)
     return o;
 }
 
-static void print_identity(const results_file *f, const char *name, FILE *to)
+/* Is this attribute the same in all files? */
+static bool shared(const results_file *const *file, int count, const char *key)
+{
+    for (int i = 1; i < count; i++)
+        if (!json_equal(json_object_get(file[0]->run, key), json_object_get(file[i]->run, key)))
+            return false;
+    return true;
+}
+
+/* What is common to the files once, then each one's own; in what settings they differ is a table of its own. */
+static void print_identity(const results_file *const *file, const char *const *name, int count, FILE *to)
 {
     const char *key;
     json_t *v;
-    fprintf(to, "# %s\n#   %-16s %s\n", name, "state", f->state);
-    json_object_foreach (f->run, key, v)
-        if (strcmp(key, "state") != 0)
-            print_attribute(to, key, v);
-    fprintf(to, "#   %-16s %lld\n", "sessions", (long long)f->sessions);
+    if (count > 1)
+        fprintf(to, "# all files\n");
+    for (int i = count > 1 ? -1 : 0; i < count; i++) {
+        if (i >= 0)
+            fprintf(to, "# %s\n", name[i]);
+        json_object_foreach(file[i > 0 ? i : 0]->run, key, v)
+        {
+            if (count == 1 || ((i < 0) == shared(file, count, key) && strcmp(key, "settings") != 0))
+                print_attribute(to, key, v);
+        }
+    }
 }
 
 /* The settings in which the files differ, a row each. */
@@ -187,7 +230,8 @@ static void print_differences(const results_file *const *file, int count, FILE *
     for (int i = 0; i < count; i++)
         all[i] = object_of(file[i], "settings");
     fprintf(to, "\n\nsettings that differ");
-    json_object_foreach (all[0], key, v) {
+    json_object_foreach(all[0], key, v)
+    {
         bool differ = false;
         for (int i = 1; i < count; i++)
             differ |= !json_equal(v, json_object_get(all[i], key));
@@ -206,13 +250,13 @@ static void print_differences(const results_file *const *file, int count, FILE *
 
 /* ---- the sections */
 
-#define ROW(title, print)                  \
-    do {                                   \
-        label(to, title);                  \
-        for (int i = 0; i < count; i++) {  \
+#define ROW(title, print)                    \
+    do {                                     \
+        label(to, title);                    \
+        for (int i = 0; i < count; i++) {    \
             const report_figures *s = &f[i]; \
-            print;                         \
-        }                                  \
+            print;                           \
+        }                                    \
     } while (0)
 
 static void print_rates(const report_figures *f, int count, FILE *to)
@@ -245,6 +289,12 @@ static void print_phases(const report_figures *f, int count, FILE *to)
                 cell(to, "-");
         }
     }
+    ROW("in no phase", {
+        double rest = s->rank_seconds;
+        for (int k = 0; k < PHASES; k++)
+            rest -= s->seconds[k];
+        cell(to, "%.3f s        ", rest);
+    });
 }
 
 static void print_traced_bytes(const results_file *const *file, int count, FILE *to)
@@ -286,7 +336,8 @@ static void print_traffic(const results_file *const *file, const report_figures 
     ROW("layer rebuilds", cell(to, "%lld", (long long)s->layer_rebuilds));
     fprintf(to, "\n\nfallbacks by cause");
     ROW("universe (layers)", cell(to, "%lld", (long long)s->universe));
-    static const char *const causes[RESULT_CAUSES] = {"rows: cache miss", "rows: version", "rows: illegal", "rows: overdue"};
+    static const char *const causes[RESULT_CAUSES] = {"rows: cache miss", "rows: version", "rows: illegal",
+                                                      "rows: overdue"};
     for (int c = 0; c < RESULT_CAUSES; c++)
         ROW(causes[c], cell(to, "%lld", (long long)s->rows_fallback[c]));
 }
@@ -344,7 +395,8 @@ static void print_audit(const results_file *const *file, int count, FILE *to)
     for (int i = 0; i < count; i++)
         all[i] = object_of(file[i], "audit");
     for (int i = 0; i < count; i++)
-        json_object_foreach (all[i], key, v) {
+        json_object_foreach(all[i], key, v)
+        {
             bool seen = false;
             for (int j = 0; j < i; j++)
                 seen |= json_object_get(all[j], key) != NULL;
@@ -390,8 +442,7 @@ status report_print(const results_file *const *file, const char *const *name, in
     status st = OK;
     report_figures *f = NULL;
     TRY(figures_of(&f, file, count));
-    for (int i = 0; i < count; i++)
-        print_identity(file[i], name[i], to);
+    print_identity(file, name, count, to);
     print_names(name, count, to);
     print_rates(f, count, to);
     print_accuracy(file, count, to);
@@ -437,21 +488,25 @@ status report_ablation(const results_file *const *file, const char *const *name,
     for (int i = 0; i < count; i++)
         if (strcmp(attribute(file[i], "model_hash"), attribute(file[full], "model_hash")) != 0 ||
             f[i].rows != f[full].rows)
-            fprintf(to, "# %s is of another model or number of rows than %s: figures per token still compare work, not runs\n",
-                    name[i], name[full]);
-    fprintf(to, "# relative to mode full, per generated token. FLOPs: of routed experts, %s; expert bytes: distinct experts\n"
-                "# of a block and hot iteration; lane bytes: dispatched and combined between ranks; time: of decoding\n",
-            tiles ? "in computed tiles" : "in rows dispatched");
+            fprintf(
+                to,
+                "# %s is of another model or number of rows than %s: figures per token still compare work, not runs\n",
+                name[i], name[full]);
+    fprintf(
+        to,
+        "# relative to mode full, per generated token. FLOPs: of routed experts, %s; expert bytes: distinct experts\n"
+        "# of a block and hot iteration; lane bytes: dispatched and combined between ranks; time: of decoding\n",
+        tiles ? "in computed tiles" : "in rows dispatched");
     fprintf(to, "%-10s %10s %13s %11s %8s  %s\n", "mode", "FLOPs", "expert bytes", "lane bytes", "time", "file");
     for (int i = 0; i < count; i++) {
         const report_figures *a = &f[i], *b = &f[full];
         double scale = (double)b->tokens / (double)a->tokens;
-        double of[4] = {tiles ? ratio((double)a->expert_tiles, (double)b->expert_tiles)
-                              : ratio((double)a->rows_dispatched, (double)b->rows_dispatched),
-                        ratio(a->expert_loads, b->expert_loads),
-                        ratio((double)(a->bytes_dispatched + a->bytes_combined),
-                              (double)(b->bytes_dispatched + b->bytes_combined)),
-                        ratio(a->wall_seconds, b->wall_seconds)};
+        double of[4] = {
+            tiles ? ratio((double)a->expert_tiles, (double)b->expert_tiles)
+                  : ratio((double)a->rows_dispatched, (double)b->rows_dispatched),
+            ratio(a->expert_loads, b->expert_loads),
+            ratio((double)(a->bytes_dispatched + a->bytes_combined), (double)(b->bytes_dispatched + b->bytes_combined)),
+            ratio(a->wall_seconds, b->wall_seconds)};
         static const int width[4] = {10, 13, 11, 8};
         mode_of(mode, sizeof mode, file[i]);
         fprintf(to, "%-10s", mode);

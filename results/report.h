@@ -17,14 +17,16 @@ typedef struct report_figures { /* of one file; sums over its rows, blocks, rank
     int64_t blocks, fresh_rows, cached_rows;
     double cached_share; /* prefill and sealing do not count */
     double iterations_per_block;
-    double ms_per_forward; /* of a rank */
-    int64_t ranks;         /* rows of /phases */
+    double ms_per_forward;  /* of a rank */
+    double rank_seconds;    /* decoding, over ranks */
+    int64_t ranks;          /* rows of /phases */
     double seconds[PHASES]; /* over ranks */
     int64_t forwards, rows_fresh[PATHS], rows_cached[PATHS];
     int64_t rows_dispatched, bytes_dispatched, bytes_combined, expert_tiles;
     int64_t hot_iterations; /* of blocks; the next three are means over them */
     double support_size, distinct_experts, coverage;
-    double expert_loads; /* distinct experts over hot iterations: a layer's weights, in experts, that blocks asked for */
+    double
+        expert_loads; /* distinct experts over hot iterations: a layer's weights, in experts, that blocks asked for */
     int64_t layer_rebuilds, universe, rows_fallback[RESULT_CAUSES], forced;
 } report_figures;
 

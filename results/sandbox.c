@@ -29,11 +29,11 @@
 
 enum { JOBS = 64, PROCESSES = 16, OPEN_FILES = 64, VERDICT_FD = 3, NOBODY = 65534 };
 
-enum guard { /* what a run was fenced with */
-    GUARD_USER = 1,      /* an unprivileged user of its own */
-    GUARD_NETWORK = 2,   /* no network */
-    GUARD_PROCESSES = 4, /* sees and signals its own processes only; all die with its first */
-    GUARD_FILES = 8      /* writes nowhere but in its temporary directory */
+enum guard {                      /* what a run was fenced with */
+             GUARD_USER = 1,      /* an unprivileged user of its own */
+             GUARD_NETWORK = 2,   /* no network */
+             GUARD_PROCESSES = 4, /* sees and signals its own processes only; all die with its first */
+             GUARD_FILES = 8      /* writes nowhere but in its temporary directory */
 };
 
 typedef struct report { /* from a supervisor to us, in one write */
@@ -125,8 +125,7 @@ static bool write_file(const char *path, const char *text)
 
 static bool become(const sandbox *s)
 {
-    return setgroups(0, NULL) == 0 && setresgid(s->gid, s->gid, s->gid) == 0 &&
-           setresuid(s->uid, s->uid, s->uid) == 0;
+    return setgroups(0, NULL) == 0 && setresgid(s->gid, s->gid, s->gid) == 0 && setresuid(s->uid, s->uid, s->uid) == 0;
 }
 
 /* A user namespace in which this user keeps its number and may make the other namespaces. */
@@ -276,8 +275,7 @@ static _Noreturn void run_program(const sandbox *s, const char *dir, int input, 
     rlim_t cpu = (rlim_t)(s->rule.cpu_seconds + 0.999);
     /* NPROC comes after the change of user, so that neighbours of the same user cannot make exec fail */
     if (!limit(RLIMIT_CPU, cpu, cpu) || !limit(RLIMIT_FSIZE, s->rule.file_bytes, s->rule.file_bytes) ||
-        !limit(RLIMIT_CORE, 0, 0) ||
-        !limit(RLIMIT_NPROC, PROCESSES + (rlim_t)jobs, PROCESSES + (rlim_t)jobs) ||
+        !limit(RLIMIT_CORE, 0, 0) || !limit(RLIMIT_NPROC, PROCESSES + (rlim_t)jobs, PROCESSES + (rlim_t)jobs) ||
         !limit(RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES))
         goto broken;
     prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);

@@ -10,23 +10,23 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-typedef struct sandbox_rule {  /* zero: the default in parentheses */
-    const char *python;        /* interpreter (the first python3 in PATH that runs inside the sandbox) */
-    int jobs;                  /* programs at once (1) */
-    double cpu_seconds;        /* of one program (3, as the official harness gives) */
-    double wall_seconds;       /* (4 times cpu_seconds) */
-    size_t memory_bytes;       /* address space of a process (1 GiB) */
-    size_t file_bytes;         /* largest file it may write (16 MiB) */
-    bool unprotected;          /* run even where the user's own files cannot be protected */
+typedef struct sandbox_rule { /* zero: the default in parentheses */
+    const char *python;       /* interpreter (the first python3 in PATH that runs inside the sandbox) */
+    int jobs;                 /* programs at once (1) */
+    double cpu_seconds;       /* of one program (3, as the official harness gives) */
+    double wall_seconds;      /* (4 times cpu_seconds) */
+    size_t memory_bytes;      /* address space of a process (1 GiB) */
+    size_t file_bytes;        /* largest file it may write (16 MiB) */
+    bool unprotected;         /* run even where the user's own files cannot be protected */
 } sandbox_rule;
 
 typedef enum sandbox_verdict { SANDBOX_PASSED, SANDBOX_FAILED, SANDBOX_TIMED_OUT, SANDBOX_KILLED } sandbox_verdict;
 
 typedef struct sandbox_task {
-    const char *program;       /* Python source, borrowed */
-    sandbox_verdict verdict;   /* PASSED: it ran to its end; FAILED: it raised; KILLED: a signal or an early exit */
-    char message[200];         /* "passed", "AssertionError: ...", "timed out", "killed by signal 11" */
-    double seconds;            /* wall time */
+    const char *program;     /* Python source, borrowed */
+    sandbox_verdict verdict; /* PASSED: it ran to its end; FAILED: it raised; KILLED: a signal or an early exit */
+    char message[200];       /* "passed", "AssertionError: ...", "timed out", "killed by signal 11" */
+    double seconds;          /* wall time */
 } sandbox_task;
 
 typedef struct sandbox sandbox;

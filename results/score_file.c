@@ -219,7 +219,8 @@ static void pass_at(result_score *s, const sample *all, int64_t count, int k, in
     s->score = sum / (double)*tasks;
     score_interval(&s->low, &s->high, s->correct, s->rows);
     if (most > 1) { /* not one trial a task: the spread over the tasks */
-        double spread = *tasks > 1 ? sqrt(fmax(squares / (double)*tasks - s->score * s->score, 0) / (double)(*tasks - 1)) : 1;
+        double spread =
+            *tasks > 1 ? sqrt(fmax(squares / (double)*tasks - s->score * s->score, 0) / (double)(*tasks - 1)) : 1;
         s->low = fmax(0, s->score - 1.96 * spread);
         s->high = fmin(1, s->score + 1.96 * spread);
     }
@@ -298,8 +299,8 @@ static void print_scores(const sheet *s, FILE *to)
 {
     if (!s->count)
         return;
-    fprintf(to, "%-12s %-9s %7s %7s %7s  %-15s %9s %9s %6s\n", "dataset", "rule", "rows", "right", "score", "95 % interval",
-            "no answer", "truncated", "failed");
+    fprintf(to, "%-12s %-9s %7s %7s %7s  %-15s %9s %9s %6s\n", "dataset", "rule", "rows", "right", "score",
+            "95 % interval", "no answer", "truncated", "failed");
     for (int64_t i = 0; i < s->count; i++) {
         const result_score *r = &s->score[i];
         fprintf(to, "%-12s %-9s %7lld %7lld %7.4f  %.4f - %.4f %9lld %9lld %6lld\n", r->dataset, r->rule,
@@ -472,8 +473,10 @@ status score_command(int argc, char **argv)
         results_standing now;
         TRY(results_status(&now, file));
         if (now.running)
-            FAIL(FAILED, "%s: the scores were not stored, as the run still writes it (%s); score it again when it is done, "
-                         "or give --no-save", file, now.holder);
+            FAIL(FAILED,
+                 "%s: the scores were not stored, as the run still writes it (%s); score it again when it is done, "
+                 "or give --no-save",
+                 file, now.holder);
         f->score = score;
         f->scores = count;
         TRY(results_write(file, f));

@@ -62,8 +62,8 @@ static inline const char *made_path(const char *name)
     return p;
 }
 
-/* Publishes NAME with these rows. Each row has one block of all its iterations, the first of them cold, and a trace; the
- * counters are given. */
+/* Publishes NAME with these rows. Each row has one block of all its iterations, the first of them cold, and a trace;
+ * the counters are given. */
 static inline status make_run(const char *name, const char *run_json, const made_row *row, int rows,
                               const result_phase *counters, const char *state)
 {

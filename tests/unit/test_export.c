@@ -10,13 +10,14 @@
 #include "results/sha256.h"
 #include "tests/unit/made_run.h"
 
-#define EVEN_GOLD                                                                                      \
+#define EVEN_GOLD                                                                                             \
     "{\"prompt\": \"def even(n):\\n    \\\"\\\"\\\" Is n even? \\\"\\\"\\\"\\n\", \"entry_point\": \"even\"," \
     " \"test\": \"def check(f):\\n    assert f(2) and not f(3)\\n\"}"
 
 /* The first row is the count: prompt 37 tokens, 10 tokens before the first EOS, 8 forwards. */
 static const made_row rows[] = {
-    {"gsm8k", "1", 1, 0, "How many?", "It's \xe2\x82\xac 29.\n#### 29", "{\"answer\": \"20 + 9\\n#### 29\"}", "eos", 10, 8},
+    {"gsm8k", "1", 1, 0, "How many?", "It's \xe2\x82\xac 29.\n#### 29", "{\"answer\": \"20 + 9\\n#### 29\"}", "eos", 10,
+     8},
     {"gsm8k", "2", 2, 0, "How few?", "", "{\"answer\": \"#### 5\"}", NULL, 0, 0},
     {"humaneval", "Demo/0", 1, 0, "p", "\n    return n % 2 == 0", EVEN_GOLD, "eos", 9, 5},
     {"humaneval", "Demo/1", 2, 0, "p", "```python\ndef even(n):\n    return True\n```", EVEN_GOLD, "eos", 4, 2},
@@ -90,7 +91,8 @@ static void test_jsonl(void **state)
     assert_int_equal(json_array_size(json_object_get(first, "tokens")), 10);
     assert_int_equal(json_integer_value(json_array_get(json_object_get(first, "tokens"), 9)), 1009);
     assert_string_equal(text_at(lines, 0, "text"), rows[0].text);
-    assert_string_equal(json_string_value(json_object_get(json_object_get(first, "gold"), "answer")), "20 + 9\n#### 29");
+    assert_string_equal(json_string_value(json_object_get(json_object_get(first, "gold"), "answer")),
+                        "20 + 9\n#### 29");
     assert_string_equal(text_at(lines, 1, "status"), "failed");
     assert_string_equal(text_at(lines, 1, "message"), "too long");
     assert_true(json_is_null(json_object_get(json_array_get(lines, 1), "tokens_per_forward")));
@@ -129,13 +131,16 @@ static void test_lm_eval(void **state)
         assert_string_equal(json_string_value(json_array_get(json_object_get(l, "metrics"), 0)), "exact_match");
     }
     const json_t *l = json_array_get(lines, 0);
-    assert_string_equal(json_string_value(json_array_get(json_array_get(json_object_get(l, "resps"), 0), 0)), rows[0].text);
+    assert_string_equal(json_string_value(json_array_get(json_array_get(json_object_get(l, "resps"), 0), 0)),
+                        rows[0].text);
     assert_string_equal(json_string_value(json_array_get(json_object_get(l, "filtered_resps"), 0)), "29");
     assert_string_equal(json_string_value(json_object_get(json_object_get(l, "doc"), "question")), "How many?");
     assert_string_equal(text_at(lines, 0, "target"), "20 + 9\n#### 29");
     /* hashlib.sha256(json.dumps(doc, indent=2, ensure_ascii=False).encode()), and of the target */
-    assert_string_equal(text_at(lines, 0, "doc_hash"), "be14a1f46a5205ecbe51fb229600ab22dea6152b166328aa7a810340aa1aeee9");
-    assert_string_equal(text_at(lines, 0, "target_hash"), "26a3ad1e171817fc6e59223f8cfc9eecd44ab0490376f1315c40be6377bf0554");
+    assert_string_equal(text_at(lines, 0, "doc_hash"),
+                        "be14a1f46a5205ecbe51fb229600ab22dea6152b166328aa7a810340aa1aeee9");
+    assert_string_equal(text_at(lines, 0, "target_hash"),
+                        "26a3ad1e171817fc6e59223f8cfc9eecd44ab0490376f1315c40be6377bf0554");
     const json_t *call = json_object_get(json_object_get(l, "arguments"), "gen_args_0");
     assert_string_equal(json_string_value(json_object_get(call, "arg_0")), "How many?");
     assert_int_equal(json_integer_value(json_object_get(json_object_get(call, "arg_1"), "max_gen_toks")), 64);

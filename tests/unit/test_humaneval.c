@@ -128,7 +128,8 @@ static void test_bare_bodies(void **state)
     static const char *const kept[] = {
         "    return [n for n in numbers if is_even(n)]\n",
         "    return [n for n in numbers if is_even(n)]",
-        "\n\n    out = []\n\n    for n in numbers:\n        if is_even(n):\n            out.append(n)\n    return out\n",
+        "\n\n    out = []\n\n    for n in numbers:\n        if is_even(n):\n            out.append(n)\n    return "
+        "out\n",
         "    return pick(numbers)\n\n\ndef pick(numbers):\n    return [n for n in numbers if is_even(n)]\n",
         "    text = '''\nreturn nothing\n'''\n    return [n for n in numbers if is_even(n)]\n",
         "    return [\nn for n in numbers if is_even(n)\n]\n",
@@ -171,8 +172,8 @@ static void test_fences(void **state)
         {"~~~py\n", "~~~"},
         {"````Python\n", "````"},
         {"```python\nfrom typing import List\n\n", "```"},
-        {"Sure!\n```python\n", ""},                                   /* the fence never closes */
-        {"```python\n", "\nprint(evens([1, 2]))\nassert evens([1"},   /* cut in the examples behind the function */
+        {"Sure!\n```python\n", ""},                                 /* the fence never closes */
+        {"```python\n", "\nprint(evens([1, 2]))\nassert evens([1"}, /* cut in the examples behind the function */
         {"```python\n", "\nif __name__ == '__main__':\n    print(evens(input()))\n```\n"},
         {"First, install it:\n```bash\npip install evens\n```\nThen:\n```python\n", "```\n"},
         {"", ""},
@@ -184,7 +185,8 @@ static void test_fences(void **state)
         snprintf(text, sizeof text, "%s%s%s", around[i][0], function, around[i][1]);
         passes(text);
     }
-    passes("1. Like so:\n   ```python\n   def evens(numbers):\n       return [n for n in numbers if is_even(n)]\n   ```\n");
+    passes("1. Like so:\n   ```python\n   def evens(numbers):\n       return [n for n in numbers if is_even(n)]\n   "
+           "```\n");
     passes("```python\n    return [n for n in numbers if is_even(n)]\n```\n");
     passes("```python\nreturn [n for n in numbers if is_even(n)]\n```\n");
     passes("The body:\n```python\n    return [n for n in numbers if is_even(n)]");
@@ -210,8 +212,9 @@ static void test_helpers(void **state)
            "```python\ndef evens(numbers):\n    return []\n```\n");
     passes("import functools\n\n@functools.cache\ndef good(n):\n    return n % 2 == 0\n\n"
            "def evens(numbers):\n    return [n for n in numbers if good(n)]\n\nThis uses good.\n");
-    passes("```python\ntry:\n    import numpy_is_not_here\nexcept ImportError:\n    pass\nelse:\n    raise SystemExit\n\n"
-           "def evens(numbers):\n    return [n for n in numbers if is_even(n)]\n```");
+    passes(
+        "```python\ntry:\n    import numpy_is_not_here\nexcept ImportError:\n    pass\nelse:\n    raise SystemExit\n\n"
+        "def evens(numbers):\n    return [n for n in numbers if is_even(n)]\n```");
     /* a prompt that does not end in a docstring still ends before the answer's function */
     sandbox_task t = judged("```python\ndef evens(numbers):\n    return [2, 4] if numbers else []\n```",
                             "def evens(numbers):\n    # the even ones", test, "evens");
@@ -280,7 +283,8 @@ static void test_canonical_solutions(void **state)
 static void test_broken_solutions(void **state)
 {
     (void)state;
-    static char *const wrong[] = {"    return None\n", "    raise ValueError\n", "    return [\n", "    import sys\n    sys.exit(0)\n"};
+    static char *const wrong[] = {"    return None\n", "    raise ValueError\n", "    return [\n",
+                                  "    import sys\n    sys.exit(0)\n"};
     char *answer[TASKS];
     sandbox_verdict verdict[TASKS];
     for (int i = 0; i < tasks; i++)
@@ -335,9 +339,9 @@ static void test_pass_at_k(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bare_bodies),         cmocka_unit_test(test_fences),
-        cmocka_unit_test(test_helpers),             cmocka_unit_test(test_canonical_solutions),
-        cmocka_unit_test(test_broken_solutions),    cmocka_unit_test(test_named_tasks),
+        cmocka_unit_test(test_bare_bodies),      cmocka_unit_test(test_fences),
+        cmocka_unit_test(test_helpers),          cmocka_unit_test(test_canonical_solutions),
+        cmocka_unit_test(test_broken_solutions), cmocka_unit_test(test_named_tasks),
         cmocka_unit_test(test_pass_at_k),
     };
     return cmocka_run_group_tests(tests, setup, teardown);

@@ -10,10 +10,9 @@
 #include "tests/unit/made_run.h"
 
 /* The first row is the count: prompt 37 tokens, first EOS at generated index 10, 8 forwards. */
-static const made_row rows[] = {
-    {"gsm8k", "1", 1, 0, "q", "#### 29", "{\"answer\": \"#### 29\"}", "eos", 10, 8},
-    {"gsm8k", "2", 2, 0, "q", "#### 3", "{\"answer\": \"#### 5\"}", "length", 6, 4},
-    {"gsm8k", "3", 3, 0, "q", "", "{\"answer\": \"#### 5\"}", NULL, 0, 0}};
+static const made_row rows[] = {{"gsm8k", "1", 1, 0, "q", "#### 29", "{\"answer\": \"#### 29\"}", "eos", 10, 8},
+                                {"gsm8k", "2", 2, 0, "q", "#### 3", "{\"answer\": \"#### 5\"}", "length", 6, 4},
+                                {"gsm8k", "3", 3, 0, "q", "", "{\"answer\": \"#### 5\"}", NULL, 0, 0}};
 
 static result_phase counters(double scale)
 {
@@ -90,14 +89,15 @@ static void test_tables(void **state)
     const char *name[] = {made_path("full.h5"), made_path("epoch.h5")};
     char *text;
     size_t size;
-    result_score score = {.dataset = "gsm8k", .rule = "numeric", .rows = 3, .correct = 1, .score = 1 / 3.0, .low = 0.06, .high = 0.79};
+    result_score score = {
+        .dataset = "gsm8k", .rule = "numeric", .rows = 3, .correct = 1, .score = 1 / 3.0, .low = 0.06, .high = 0.79};
     f[1]->score = &score;
     f[1]->scores = 1;
     FILE *to = open_memstream(&text, &size);
     assert_int_equal(report_print((const results_file *const *)f, name, 2, to), OK);
     fclose(to);
-    has(text, "full.h5\n#   state            complete");
-    has(text, "#   model            models/tiny");
+    has(text, "# all files\n#   model              models/tiny\n");
+    assert_null(strstr(text, "#   settings"));
     has(text, "decoding only, without model load and warm-up");
     has_row(text, "tokens/s", "4.000", "8.000");
     has_row(text, "tokens per forward", "1.333", "1.333");
@@ -115,6 +115,24 @@ static void test_tables(void **state)
     free(text);
     for (int i = 0; i < 2; i++)
         results_close(f[i]);
+}
+
+static void test_identity(void **state)
+{
+    (void)state;
+    results_file *f = made("one.h5", "epoch", 1, 1);
+    const char *name = "one.h5";
+    char *text;
+    size_t size;
+    FILE *to = open_memstream(&text, &size);
+    assert_int_equal(report_print((const results_file *const *)&f, &name, 1, to), OK);
+    fclose(to);
+    has(text, "# one.h5\n#   model              models/tiny\n");
+    has(text, "\n#   settings           mode=\"epoch\" refresh=5\n");
+    has(text, "\n#   state              complete\n");
+    has(text, "\nnot scored yet: epoch score FILE.h5\n");
+    free(text);
+    results_close(f);
 }
 
 static void test_ablation(void **state)
@@ -145,7 +163,9 @@ static void test_command(void **state)
     (void)state;
     static const struct {
         const char *a, *says;
-    } wrong[] = {{"--bogus", "--bogus is unknown"}, {"--ablation", "want 1 to 64 FILE.h5, found 0"}, {"/nonexistent.h5", "/nonexistent.h5"}};
+    } wrong[] = {{"--bogus", "--bogus is unknown"},
+                 {"--ablation", "want 1 to 64 FILE.h5, found 0"},
+                 {"/nonexistent.h5", "/nonexistent.h5"}};
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         assert_int_equal(report_command(2, (char *[]){"report", (char *)wrong[i].a, NULL}), BAD_INPUT);
         has(status_message(), wrong[i].says);
@@ -181,8 +201,8 @@ static void test_plots(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_definitions), cmocka_unit_test(test_tables), cmocka_unit_test(test_ablation),
-        cmocka_unit_test(test_command),     cmocka_unit_test(test_plots),
+        cmocka_unit_test(test_definitions), cmocka_unit_test(test_tables),  cmocka_unit_test(test_identity),
+        cmocka_unit_test(test_ablation),    cmocka_unit_test(test_command), cmocka_unit_test(test_plots),
     };
     return cmocka_run_group_tests(tests, made_open, made_close);
 }

@@ -78,8 +78,9 @@ static void test_endless_loops(void **state)
     (void)state;
     sandbox_task t[3] = {{.program = "while True: pass"},
                          {.program = "import time\ntime.sleep(1000)"},
-                         {.program = "import signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
-                                     "    except OSError: pass\nwhile True: pass"}};
+                         {.program =
+                              "import signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+                              "    except OSError: pass\nwhile True: pass"}};
     assert_int_equal(sandbox_run(box, t, 3), OK);
     for (int i = 0; i < 3; i++) {
         assert_int_equal(t[i].verdict, SANDBOX_TIMED_OUT);
@@ -161,16 +162,17 @@ static void test_files_survive(void **state)
     fputs("kept", f);
     fclose(f);
     assert_int_equal(chmod(file, 0666), 0);
-    snprintf(program, sizeof program,
-             "import os, shutil\n"
-             "tries = [lambda: os.remove('%s'), lambda: open('%s', 'w'), lambda: os.truncate('%s', 0),\n"
-             "         lambda: shutil.rmtree('%s'), lambda: os.rename('%s', '%s2'), lambda: open('/tmp/epoch-made', 'w')]\n"
-             "for t in tries:\n"
-             "    try: t()\n"
-             "    except OSError: continue\n"
-             "    raise SystemExit('a write went through')\n"
-             "shutil.rmtree('/', ignore_errors=True)\n",
-             file, file, file, path, file, file);
+    snprintf(
+        program, sizeof program,
+        "import os, shutil\n"
+        "tries = [lambda: os.remove('%s'), lambda: open('%s', 'w'), lambda: os.truncate('%s', 0),\n"
+        "         lambda: shutil.rmtree('%s'), lambda: os.rename('%s', '%s2'), lambda: open('/tmp/epoch-made', 'w')]\n"
+        "for t in tries:\n"
+        "    try: t()\n"
+        "    except OSError: continue\n"
+        "    raise SystemExit('a write went through')\n"
+        "shutil.rmtree('/', ignore_errors=True)\n",
+        file, file, file, path, file, file);
     sandbox_task t = run(program);
     struct stat info;
     assert_int_equal(stat(file, &info), 0);
@@ -205,7 +207,8 @@ static void test_environment(void **state)
           SANDBOX_PASSED, "");
     if (strstr(sandbox_describe(box), "an unprivileged user"))
         check("import os\nassert os.getuid() == 65534 and os.getgroups() == []\n"
-              "try: os.setuid(0)\nexcept OSError: pass\nelse: assert False", SANDBOX_PASSED, "");
+              "try: os.setuid(0)\nexcept OSError: pass\nelse: assert False",
+              SANDBOX_PASSED, "");
 }
 
 static void test_no_python(void **state)
@@ -230,11 +233,11 @@ static void test_no_python(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_verdicts),       cmocka_unit_test(test_leaving_early_is_no_pass),
-        cmocka_unit_test(test_endless_loops),  cmocka_unit_test(test_memory_and_files),
-        cmocka_unit_test(test_fork_bomb),      cmocka_unit_test(test_leftovers_die),
-        cmocka_unit_test(test_files_survive),  cmocka_unit_test(test_network),
-        cmocka_unit_test(test_environment),    cmocka_unit_test(test_no_python),
+        cmocka_unit_test(test_verdicts),      cmocka_unit_test(test_leaving_early_is_no_pass),
+        cmocka_unit_test(test_endless_loops), cmocka_unit_test(test_memory_and_files),
+        cmocka_unit_test(test_fork_bomb),     cmocka_unit_test(test_leftovers_die),
+        cmocka_unit_test(test_files_survive), cmocka_unit_test(test_network),
+        cmocka_unit_test(test_environment),   cmocka_unit_test(test_no_python),
     };
     return cmocka_run_group_tests(tests, open_box, close_box);
 }

@@ -12,7 +12,7 @@
 #include <sys/wait.h>
 
 #define EVEN "def even(n):\n    \"\"\" Is n even? \"\"\"\n"
-#define EVEN_GOLD                                                                                      \
+#define EVEN_GOLD                                                                                             \
     "{\"prompt\": \"def even(n):\\n    \\\"\\\"\\\" Is n even? \\\"\\\"\\\"\\n\", \"entry_point\": \"even\"," \
     " \"test\": \"def check(f):\\n    assert f(2) and not f(3)\\n\"}"
 
@@ -189,8 +189,10 @@ static void test_running_run_is_not_touched(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_rules_side_by_side), cmocka_unit_test(test_command_keeps_scores),
-        cmocka_unit_test(test_partial_says_so),    cmocka_unit_test(test_errors),
+        cmocka_unit_test(test_rules_side_by_side),
+        cmocka_unit_test(test_command_keeps_scores),
+        cmocka_unit_test(test_partial_says_so),
+        cmocka_unit_test(test_errors),
         cmocka_unit_test(test_running_run_is_not_touched),
     };
     return cmocka_run_group_tests(tests, made_open, made_close);

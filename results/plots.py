@@ -203,49 +203,45 @@ def plot_support(runs):
     return figure
 
 
+def observed(run, name):
+    """Means of /observed over ranks and sessions: where there is a count, and the mean there."""
+    count = run.column(f"observed/{name}_count").sum(axis=0)
+    total = run.column(f"observed/{name}_sum").sum(axis=0)
+    x = np.flatnonzero(count)
+    return x, total[x] / count[x]
+
+
+def watched(runs):
+    runs = [r for r in runs if "observed/overlap_count" in r.file and r.file["observed/overlap_count"].shape[0]]
+    if not runs:
+        raise Missing("no file has /observed")
+    return runs
+
+
 def plot_overlap(runs):
-    runs = traced(runs)
     figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT))
-    drawn = 0
-    for run in runs:
-        if "iterations/support_overlap" in run.file:
-            curve(axes, drawn, *by_iteration(run, "support_overlap"), run.label)
-            drawn += 1
-    if not drawn:
-        plt.close(figure)
-        raise Missing("no file has /iterations/support_overlap")
+    for i, run in enumerate(watched(runs)):
+        x, overlap = observed(run, "overlap")
+        curve(axes, i, x + 1, overlap, run.label)
     axes.set_ylim(0, 1.02)
-    iteration_axis(axes, runs)
-    axes.set_ylabel("experts also used one iteration before (share)")
-    axes.set_title("Overlap of the experts of consecutive iterations")
-    if drawn > 1:
-        axes.legend()
+    axes.set_xlabel("iteration of a block")
+    axes.set_ylabel("overlap with the iteration before\n(Jaccard, mean over layers)")
+    axes.set_title("Experts that consecutive iterations touch")
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True, min_n_ticks=1))
+    axes.legend()
     figure.tight_layout()
     return figure
 
 
 def plot_similarity(runs):
     figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT))
-    drawn = 0
-    for run in runs:
-        if "audit/age" not in run.file or "audit/similarity" not in run.file:
-            continue
-        age, likeness = run.column("audit/age"), run.column("audit/similarity")
-        x = np.unique(age)
-        quartiles = np.array([np.nanpercentile(likeness[age == a], [25, 50, 75]) for a in x])
-        curve(axes, drawn, x, quartiles[:, 1], f"{run.label}: median")
-        colour, dash, _, _ = style(drawn)
-        for k in (0, 2):
-            axes.plot(x, quartiles[:, k], color=colour, linestyle=dash, linewidth=0.7,
-                      label=f"{run.label}: quartiles" if k == 0 else None)
-        drawn += 1
-    if not drawn:
-        plt.close(figure)
-        raise Missing("no file has /audit/age and /audit/similarity (epoch run --audit)")
-    axes.set_xlabel("age of a cached row (forwards)")
-    axes.set_ylabel("cosine similarity to its fresh value")
-    axes.set_title("Cached expert outputs against fresh ones")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    for i, (run, kind) in enumerate((r, k) for r in watched(runs) for k in ("decoded", "live")):
+        x, likeness = observed(run, kind)
+        curve(axes, i, x, likeness, f"{run.label}: {kind} rows")
+    axes.set_xlabel("age (iterations)")
+    axes.set_ylabel("cosine similarity to the row's own\noutput so many iterations before")
+    axes.set_title("How fast routed-expert outputs change")
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True, min_n_ticks=1))
     axes.legend()
     figure.tight_layout()
     return figure

@@ -66,6 +66,34 @@ static void sum_ranks(report_figures *s, const results_file *f)
     s->ranks = f->ranks;
 }
 
+static void sum_audit(report_figures *s, const results_file *f)
+{
+    s->audits = f->audits;
+    for (int64_t i = 0; i < f->audits; i++) {
+        const result_audit *a = &f->audit[i].at;
+        s->audit_blocks_same += a->block_same;
+        s->audit_live += a->live;
+        s->audit_held += a->held;
+        s->audit_same += a->same;
+        s->audit_broken += a->broken;
+        s->audit_difference = fmax(s->audit_difference, (double)a->max_difference);
+    }
+}
+
+static void sum_observed(report_figures *s, const results_file *f)
+{
+    const result_observed *o = &f->observed;
+    double sum = 0;
+    int64_t n = 0;
+    for (int i = 0; i < OBSERVED_STEPS; i++) {
+        sum += o->overlap_sum[i];
+        n += o->overlap_count[i];
+    }
+    s->overlap = ratio(sum, (double)n);
+    for (int kind = 0; kind < OBSERVED_KINDS; kind++)
+        s->similarity[kind] = ratio(o->cosine_sum[kind][1], (double)o->cosine_count[kind][1]);
+}
+
 void report_sum(report_figures *out, const results_file *f)
 {
     report_figures s = {0};
@@ -81,6 +109,8 @@ void report_sum(report_figures *out, const results_file *f)
         s.wall_seconds += f->session[i].wall_seconds;
     sum_blocks(&s, f);
     sum_ranks(&s, f);
+    sum_audit(&s, f);
+    sum_observed(&s, f);
     for (int64_t i = 0; i < f->ranks; i++)
         s.rank_seconds += f->rank[i].phase.wall_seconds;
     s.tokens_per_second = ratio((double)s.tokens, s.wall_seconds);
@@ -334,6 +364,14 @@ static void print_traffic(const results_file *const *file, const report_figures 
     ROW("coverage", number(to, s->coverage, ""));
     ROW("expert tiles", cell(to, "%lld", (long long)s->expert_tiles));
     ROW("layer rebuilds", cell(to, "%lld", (long long)s->layer_rebuilds));
+    bool observed = false;
+    for (int i = 0; i < count; i++)
+        observed |= file[i]->has_observed;
+    if (observed) {
+        ROW("overlap with iteration -1", number(to, s->overlap, ""));
+        ROW("similarity, decoded, age 1", number(to, s->similarity[0], ""));
+        ROW("similarity, live, age 1", number(to, s->similarity[1], ""));
+    }
     fprintf(to, "\n\nfallbacks by cause");
     ROW("universe (layers)", cell(to, "%lld", (long long)s->universe));
     static const char *const causes[RESULT_CAUSES] = {"rows: cache miss", "rows: version", "rows: illegal",
@@ -386,34 +424,31 @@ static void print_accuracy(const results_file *const *file, int count, FILE *to)
         fprintf(to, "\nnot scored yet: epoch score FILE.h5");
 }
 
-static void print_audit(const results_file *const *file, int count, FILE *to)
+static void share(FILE *to, int64_t part, int64_t all)
 {
-    fprintf(to, "\n\naudit");
-    json_t *all[FILES], *v;
-    const char *key;
-    bool any = false;
+    if (all > 0)
+        cell(to, "%lld %7.3f %%", (long long)part, 100 * (double)part / (double)all);
+    else
+        cell(to, "-");
+}
+
+static void print_audit(const report_figures *f, int count, FILE *to)
+{
+    int64_t any = 0;
     for (int i = 0; i < count; i++)
-        all[i] = object_of(file[i], "audit");
-    for (int i = 0; i < count; i++)
-        json_object_foreach(all[i], key, v)
-        {
-            bool seen = false;
-            for (int j = 0; j < i; j++)
-                seen |= json_object_get(all[j], key) != NULL;
-            if (seen)
-                continue;
-            any = true;
-            label(to, key);
-            for (int j = 0; j < count; j++) {
-                char *text = json_dumps(json_object_get(all[j], key), JSON_ENCODE_ANY | JSON_REAL_PRECISION(6));
-                cell(to, "%.*s", CELL, text ? text : "-");
-                free(text);
-            }
-        }
-    if (!any)
+        any += f[i].audits;
+    fprintf(to, "\n\naudit: against the dense executor on the same inputs");
+    if (!any) {
         fprintf(to, "\nnone recorded (epoch run --audit)");
-    for (int i = 0; i < count; i++)
-        json_decref(all[i]);
+        return;
+    }
+    ROW("iterations", cell(to, "%lld", (long long)s->audits));
+    ROW("  block decided alike", share(to, s->audit_blocks_same, s->audits));
+    ROW("live rows", cell(to, "%lld", (long long)s->audit_live));
+    ROW("  held", share(to, s->audit_held, s->audit_live));
+    ROW("  decided alike", share(to, s->audit_same, s->audit_live));
+    ROW("  held, yet different", share(to, s->audit_broken, s->audit_live));
+    ROW("largest logit difference", number(to, s->audits ? s->audit_difference : NAN, ""));
 }
 
 static status figures_of(report_figures **out, const results_file *const *file, int count)
@@ -448,7 +483,7 @@ status report_print(const results_file *const *file, const char *const *name, in
     print_accuracy(file, count, to);
     print_phases(f, count, to);
     print_traffic(file, f, count, to);
-    print_audit(file, count, to);
+    print_audit(f, count, to);
     if (count > 1)
         print_differences(file, count, to);
     fputc('\n', to);

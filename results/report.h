@@ -28,6 +28,11 @@ typedef struct report_figures { /* of one file; sums over its rows, blocks, rank
     double
         expert_loads; /* distinct experts over hot iterations: a layer's weights, in experts, that blocks asked for */
     int64_t layer_rebuilds, universe, rows_fallback[RESULT_CAUSES], forced;
+    int64_t audits, audit_blocks_same;                        /* iterations of slots */
+    int64_t audit_live, audit_held, audit_same, audit_broken; /* rows */
+    double audit_difference;                                  /* the largest, of logits */
+    double overlap;                    /* Jaccard, of the experts touched in consecutive iterations */
+    double similarity[OBSERVED_KINDS]; /* of routed outputs one iteration apart */
 } report_figures;
 
 void report_sum(report_figures *out, const results_file *f);

@@ -375,7 +375,7 @@ out:
 /* ---- the command */
 
 static const char help[] =
-    "epoch score FILE.h5: accuracy per dataset under named rules; HumanEval by running its tests in a sandbox\n\n"
+    "epoch score FILE.h5 [FILE.h5 ...]: accuracy per dataset under named rules; HumanEval by a sandbox\n\n"
     "  --list-disagreements   list the rows on which the rules disagree\n"
     "  --list-wrong           list the rows that are wrong under numeric, or fail their tests\n"
     "  --no-programs          leave HumanEval out\n"
@@ -383,9 +383,9 @@ static const char help[] =
     "  --timeout S            CPU seconds of a program (3); four times as much by the clock\n"
     "  --python PATH          interpreter (the first python3 of PATH that runs in the sandbox)\n"
     "  --unprotected          run programs even where your own files cannot be protected from them\n"
-    "  --no-save              print only; otherwise the scores are stored in FILE.h5\n";
+    "  --no-save              print only; otherwise the scores are stored in their FILE.h5\n";
 
-static status parse(score_order *o, bool *save, const char **file, bool *helped, int argc, char **argv)
+static status parse(score_order *o, bool *save, int *first, bool *helped, int argc, char **argv)
 {
     status st = OK;
     static const struct option flags[] = {{"list-disagreements", no_argument, NULL, 'd'},
@@ -445,10 +445,37 @@ static status parse(score_order *o, bool *save, const char **file, bool *helped,
                  argv[optind - 1]);
         }
     }
-    if (argc - optind != 1)
-        FAIL(BAD_INPUT, "score: want one FILE.h5, found %d; epoch score --help", argc - optind);
-    *file = argv[optind];
+    if (optind == argc)
+        FAIL(BAD_INPUT, "score: FILE.h5 is missing; epoch score --help");
+    *first = optind;
 out:
+    return st;
+}
+
+static status score_one(const char *file, const score_order *o, bool save)
+{
+    status st = OK;
+    results_file *f = NULL;
+    result_score *score = NULL;
+    results_standing now;
+    int64_t count;
+    TRY(results_read(&f, file));
+    printf("# %s\n", file);
+    TRY(score_file(&score, &count, f, o, stdout));
+    if (!save)
+        goto out;
+    TRY(results_status(&now, file));
+    if (now.running)
+        FAIL(FAILED,
+             "%s: the scores were not stored, as the run still writes it (%s); score it again when it is done, or give "
+             "--no-save",
+             file, now.holder);
+    f->score = score;
+    f->scores = count;
+    TRY(results_write(file, f));
+out:
+    results_close(f);
+    free(score);
     return st;
 }
 
@@ -457,32 +484,14 @@ status score_command(int argc, char **argv)
     status st = OK;
     score_order o;
     bool save, helped;
-    const char *file = NULL;
-    results_file *f = NULL;
-    result_score *score = NULL;
-    int64_t count;
-    TRY(parse(&o, &save, &file, &helped, argc, argv));
+    int first = argc;
+    TRY(parse(&o, &save, &first, &helped, argc, argv));
     if (helped) {
         fputs(help, stdout);
         return OK;
     }
-    TRY(results_read(&f, file));
-    printf("# %s\n", file);
-    TRY(score_file(&score, &count, f, &o, stdout));
-    if (save) {
-        results_standing now;
-        TRY(results_status(&now, file));
-        if (now.running)
-            FAIL(FAILED,
-                 "%s: the scores were not stored, as the run still writes it (%s); score it again when it is done, "
-                 "or give --no-save",
-                 file, now.holder);
-        f->score = score;
-        f->scores = count;
-        TRY(results_write(file, f));
-    }
+    for (int i = first; i < argc; i++)
+        TRY(score_one(argv[i], &o, save));
 out:
-    results_close(f);
-    free(score);
     return st;
 }

@@ -1,5 +1,5 @@
-/* `epoch score FILE.h5`: accuracy of a results file, without the model. Numbers under the named rules of score.h side
- * by side, programs by the sandbox; the scores go back into the file. Failed rows count as wrong and are shown. */
+/* `epoch score FILE.h5 [...]`: accuracy of a results file, without the model. Numbers under the named rules of score.h
+ * side by side, programs by the sandbox; the scores go back into the file. Failed rows count as wrong and are shown. */
 #ifndef EPOCH_RESULTS_SCORE_FILE_H
 #define EPOCH_RESULTS_SCORE_FILE_H
 

@@ -62,8 +62,8 @@ static inline const char *made_path(const char *name)
     return p;
 }
 
-/* Publishes NAME with these rows. Each row has one block of all its iterations, the first of them cold, and a trace;
- * the counters are given. */
+/* Publishes NAME with these rows. Each row has one block of all its iterations, the first of them cold, a trace, and an
+ * audit; the counters are given. */
 static inline status make_run(const char *name, const char *run_json, const made_row *row, int rows,
                               const result_phase *counters, const char *state)
 {
@@ -130,9 +130,25 @@ static inline status make_run(const char *name, const char *run_json, const made
                                    .coverage = k ? 0.95f : 1.0f,
                                    .bytes_moved = 4096};
             TRY(journal_iteration(j, &it));
+            result_audit a = {.order = i,
+                              .turn = m->turn,
+                              .iteration = k,
+                              .live = live,
+                              .held = live / 2,
+                              .same = live,
+                              .block_same = 1,
+                              .max_difference = 0.25f * (float)(k + 1)};
+            TRY(journal_audit(j, &a));
         }
         TRY(journal_row(j, &r));
     }
+    result_observed seen = {.overlap_count = {0, 4, 4}, .overlap_sum = {0, 3, 2}};
+    for (int kind = 0; kind < OBSERVED_KINDS; kind++)
+        for (int age = 1; age < 4; age++) {
+            seen.cosine_count[kind][age] = 10;
+            seen.cosine_sum[kind][age] = 10 - (kind + 1) * age;
+        }
+    TRY(journal_observed(j, &seen));
     TRY(journal_commit(j, counters));
     journal_close(j);
     j = NULL;

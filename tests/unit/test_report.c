@@ -108,7 +108,12 @@ static void test_tables(void **state)
     has_row(text, "bytes dispatched", "12.00 kB", "6.00 kB");
     has(text, "\nbytes by path, of traced iterations\n");
     has_row(text, "rows: overdue", "4", "4");
-    has(text, "\naudit\nnone recorded");
+    has_row(text, "live rows", "224", "224");
+    has_row(text, "  decided alike", "224 100.000 %", "224 100.000 %");
+    has_row(text, "  held, yet different", "0   0.000 %", "0   0.000 %");
+    has_row(text, "largest logit difference", "2.000", "2.000");
+    has_row(text, "overlap with iteration -1", "0.625", "0.625");
+    has_row(text, "similarity, live, age 1", "0.800", "0.800");
     has(text, "\nsettings that differ\n");
     has_row(text, "mode", "\"full\"", "\"epoch\"");
     has_row(text, "refresh", "1", "5");
@@ -185,7 +190,7 @@ static void test_plots(void **state)
         print_message("skipped: %s\n", status_message());
     } else {
         assert_int_equal(st, OK);
-        static const char *const drawn[] = {"phases", "rows", "commits", "support"};
+        static const char *const drawn[] = {"phases", "rows", "commits", "support", "overlap", "similarity"};
         for (size_t i = 0; i < sizeof drawn / sizeof *drawn; i++) {
             char file[600];
             struct stat info;

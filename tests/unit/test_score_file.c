@@ -157,7 +157,7 @@ static void test_errors(void **state)
     } wrong[] = {{"--jobs=0", "x", "want 1 to 64"},
                  {"--timeout=x", "x", "want 0.1 to 3600 seconds"},
                  {"--bogus", "x", "--bogus is unknown or lacks its value"},
-                 {"x", "y", "want one FILE.h5, found 2"},
+                 {"--no-save", "--no-programs", "FILE.h5 is missing"},
                  {"--no-programs", "/nonexistent.h5", "/nonexistent.h5"}};
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         char *argv[] = {"score", (char *)wrong[i].a, (char *)wrong[i].b, NULL};

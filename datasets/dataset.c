@@ -3,6 +3,7 @@
 #include "datasets/ids.h"
 #include "datasets/lines.h"
 #include "datasets/row.h"
+#include "src/base/hash.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -269,27 +270,13 @@ const char *dataset_path(const dataset *d)
 
 status dataset_hash(uint64_t *out, const dataset *d)
 {
-    status st = OK;
-    unsigned char chunk[1 << 14];
-    uint64_t bytes = 0;
-    size_t n;
-    FILE *f = fopen(d->path, "rb");
-    if (!f)
-        FAIL(BAD_INPUT, "%s: %s", d->path, strerror(errno));
-    *out = IDS_HASH_START;
-    while ((n = fread(chunk, 1, sizeof chunk, f)) > 0) {
-        *out = ids_hash(*out, chunk, n);
-        bytes += n;
-    }
-    if (ferror(f))
-        FAIL(BAD_INPUT, "%s: cannot be read behind byte %" PRIu64 ": %s", d->path, bytes, strerror(errno));
-    for (int i = 0; i < 8; i++)
-        chunk[i] = (unsigned char)(bytes >> 8 * i); /* the same on every machine */
-    *out = ids_hash(*out, chunk, 8);
-out:
-    if (f)
-        fclose(f);
-    return st;
+    return hash_file(out, d->path);
+}
+
+void dataset_range(int64_t *first, int64_t *last, const dataset *d)
+{
+    *first = d->first;
+    *last = d->last;
 }
 
 status dataset_count(int64_t *out, const dataset *d)

@@ -50,6 +50,8 @@ const char *dataset_path(const dataset *d);
 
 /* 64-bit hash of the file's bytes as stored and their number, for the results; reads the file once. BAD_INPUT: I/O. */
 status dataset_hash(uint64_t *out, const dataset *d);
+/* The rows asked for, from 1: the range, cut by the limit; *last is INT64_MAX where nothing cuts it. */
+void dataset_range(int64_t *first, int64_t *last, const dataset *d);
 /* Rows it gives in all, bad ones too, counted by reading the file once. BAD_INPUT: I/O, damaged gzip. */
 status dataset_count(int64_t *out, const dataset *d);
 

@@ -1,15 +1,9 @@
 #include "datasets/ids.h"
 
+#include "src/base/hash.h"
+
 #include <stdlib.h>
 #include <string.h>
-
-uint64_t ids_hash(uint64_t h, const void *bytes, size_t n)
-{
-    const unsigned char *b = bytes;
-    for (size_t i = 0; i < n; i++)
-        h = (h ^ b[i]) * 0x100000001b3u;
-    return h;
-}
 
 /* The slot of this id, or the free one where it belongs. */
 static struct id_slot *find(const ids *s, uint64_t hash, const char *id)
@@ -44,7 +38,7 @@ status ids_add(ids *s, const char *id, int64_t line, int64_t *first)
     size_t bytes = strlen(id) + 1;
     if (2 * (s->count + 1) > s->slots)
         TRY(widen(s));
-    uint64_t hash = ids_hash(IDS_HASH_START, id, bytes);
+    uint64_t hash = hash_bytes(HASH_START, id, bytes);
     struct id_slot *slot = find(s, hash, id);
     *first = slot->line;
     if (slot->line)

@@ -21,9 +21,4 @@ typedef struct ids { /* starts as zeros */
 status ids_add(ids *s, const char *id, int64_t line, int64_t *first);
 void ids_close(ids *s);
 
-#define IDS_HASH_START 0xcbf29ce484222325u
-
-/* 64-bit FNV-1a of n bytes, continued from h. */
-uint64_t ids_hash(uint64_t h, const void *bytes, size_t n);
-
 #endif

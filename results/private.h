@@ -69,7 +69,7 @@ typedef struct index_journal { /* one journal, mapped */
 typedef struct index_row { /* a key's first frame; the texts lie in the journal */
     uint64_t hash;
     const char *dataset, *id;
-    int64_t order;
+    int64_t order, source_line; /* the frame's, or what a later session says */
     int32_t turn, journal;
     bool failed;
     frame frame;
@@ -83,6 +83,11 @@ struct results_index {
     int64_t *slot; /* open addressing: 1 + row, 0: free; slot_count is a power of two */
     size_t slot_count;
 };
+
+/* The row of a key, or NULL. */
+const index_row *index_find(const results_index *x, const char *dataset, const char *id, int turn);
+/* Fills the slots from the rows. */
+void index_fill(results_index *x);
 
 /* Memory that a results_file owns: taken in pieces, given back at once. NULL: out of memory. */
 typedef struct results_pool results_pool;

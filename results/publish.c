@@ -111,6 +111,19 @@ out:
     return st;
 }
 
+status results_text(char **out, const char *text)
+{
+    status st = OK;
+    results_pool *pool = NULL;
+    TRY(repair(&text, &pool));
+    *out = strdup(text);
+    if (!*out)
+        FAIL(FAILED, "no memory for a text");
+out:
+    pool_close(pool);
+    return st;
+}
+
 /* ---- gathering */
 
 typedef struct place { /* of a row: what the sort needs */
@@ -180,6 +193,8 @@ static status gather_rows(results_file *f, const results_index *x)
         const index_row *from = &x->row[order[i].row];
         result_output *to = &f->output[i];
         frame_row(&to->row, &from->frame, f->token + token, f->block + block);
+        to->row.order = from->order;
+        to->row.source_line = from->source_line;
         to->session = x->journal[from->journal].session;
         to->rank = x->journal[from->journal].rank;
         to->token_offset = token;

@@ -301,6 +301,23 @@ static size_t key_slot(const results_index *x, uint64_t hash, const char *datase
     return at;
 }
 
+void index_fill(results_index *x)
+{
+    memset(x->slot, 0, x->slot_count * sizeof *x->slot);
+    for (int64_t i = 0; i < x->rows; i++) {
+        const index_row *r = &x->row[i];
+        x->slot[key_slot(x, r->hash, r->dataset, r->id, r->turn)] = i + 1;
+    }
+}
+
+const index_row *index_find(const results_index *x, const char *dataset, const char *id, int turn)
+{
+    if (!x || !x->slot_count)
+        return NULL;
+    int64_t row = x->slot[key_slot(x, key_hash(dataset, id, turn), dataset, id, turn)];
+    return row ? &x->row[row - 1] : NULL;
+}
+
 /* Keeps at most half of the slots filled. */
 static status index_grow(results_index *x)
 {
@@ -319,10 +336,7 @@ static status index_grow(results_index *x)
             x->slot_count = 0;
             FAIL(FAILED, "no memory for an index of %lld rows", (long long)room);
         }
-        for (int64_t i = 0; i < x->rows; i++) {
-            const index_row *r = &x->row[i];
-            x->slot[key_slot(x, r->hash, r->dataset, r->id, r->turn)] = i + 1;
-        }
+        index_fill(x);
     }
 out:
     return st;
@@ -343,7 +357,7 @@ static status scan_row(results_state *s, int from, const frame *f, bool *good)
         s->repeated++;
         goto out;
     }
-    x->row[x->rows] = (index_row){hash, r.dataset, r.id, r.order, r.turn, from, r.failed, *f};
+    x->row[x->rows] = (index_row){hash, r.dataset, r.id, r.order, r.source_line, r.turn, from, r.failed, *f};
     x->slot[at] = ++x->rows;
     if (r.failed)
         s->failed++;
@@ -458,8 +472,11 @@ status results_scan(results_state *out, const char *dir)
     }
     if (x->journals)
         qsort(x->journal, (size_t)x->journals, sizeof *x->journal, by_session_and_rank);
-    for (int j = 0; j < x->journals; j++)
+    for (int j = 0; j < x->journals; j++) {
+        if (j == 0 || x->journal[j].session != x->journal[j - 1].session)
+            TRY(results_drop(out, dir, x->journal[j].session));
         TRY(scan_journal(out, j, dir));
+    }
 out:
     if (d)
         closedir(d);
@@ -481,24 +498,24 @@ void results_scan_close(results_state *s)
     s->index = NULL;
 }
 
-static const index_row *find(const results_state *s, const char *dataset, const char *id, int turn)
-{
-    const results_index *x = s->index;
-    if (!x || !x->slot_count)
-        return NULL;
-    int64_t row = x->slot[key_slot(x, key_hash(dataset, id, turn), dataset, id, turn)];
-    return row ? &x->row[row - 1] : NULL;
-}
-
 bool results_done(const results_state *s, const char *dataset, const char *id, int turn)
 {
-    return find(s, dataset, id, turn) != NULL;
+    return index_find(s->index, dataset, id, turn) != NULL;
 }
 
 bool results_row(result_row *out, const results_state *s, const char *dataset, const char *id, int turn)
 {
-    const index_row *r = find(s, dataset, id, turn);
-    return r && frame_row(out, &r->frame, NULL, NULL);
+    const index_row *r = index_find(s->index, dataset, id, turn);
+    if (!r || !frame_row(out, &r->frame, NULL, NULL))
+        return false;
+    out->order = r->order;
+    out->source_line = r->source_line;
+    return true;
+}
+
+status results_run(json_t **out, const results_state *s, const char *dir)
+{
+    return folder_run_newest(out, dir, s->sessions - 1);
 }
 
 /* ---- how a run stands */

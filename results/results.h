@@ -117,6 +117,16 @@ status results_lock_share(int fd);
  * FILE.h5.tmp.* of killed publishers. */
 status results_begin(const char *path, const char *dir, const char *run_json, int session);
 
+/* A row of earlier sessions that a session with other settings keeps, with its place in the input as it is now. */
+typedef struct result_kept {
+    const char *dataset, *id;
+    int32_t turn;
+    int64_t order, source_line;
+} result_kept;
+/* Rank 0, before results_begin: from this session on, of what earlier ones recorded only these rows count. NULL: all,
+ * as they are. */
+status results_keep(const char *dir, int session, const result_kept *kept, int64_t count);
+
 typedef struct results_index results_index;
 
 /* What the journals in DIR hold. A key is (dataset, id, turn); of a repeated key the first in the order of session,
@@ -134,6 +144,8 @@ typedef struct results_state {
 /* A missing DIR is an empty state. BAD_INPUT: a journal of another format version. results_scan_close in any case. */
 status results_scan(results_state *out, const char *dir);
 void results_scan_close(results_state *s);
+/* Takes out what the coming session does not keep; a scan does so by itself for sessions that have a journal. */
+status results_drop(results_state *s, const char *dir, int session);
 /* Is this row recorded, done or failed? */
 bool results_done(const results_state *s, const char *dataset, const char *id, int turn);
 /* The recorded row; false where there is none. Texts belong to the state. Its tokens and blocks are left out (NULL,
@@ -151,6 +163,10 @@ status results_publish(const char *path, const char *dir, const char *run_json, 
  * rows again. It does nothing where there are journals or no PATH; one that was killed is begun again.
  * BAD_INPUT: as of results_read, or a row of a session or rank that the file does not have. */
 status results_recover(const char *path, const char *dir);
+/* The run_json of the newest session that has a journal; NULL where there is none. json_decref it. */
+status results_run(json_t **out, const results_state *s, const char *dir);
+/* A text as the file will hold it: U+FFFD for what is not UTF-8. malloc'd. */
+status results_text(char **out, const char *text);
 
 /* How a run stands: from the journals in PATH.d where there are any, else from PATH. BAD_INPUT: neither is there. */
 typedef struct results_standing {

@@ -1,6 +1,7 @@
 #include "src/feed.h"
 
 #include "datasets/shots.h"
+#include "src/base/hash.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,6 +25,11 @@ void row_close(row *r)
     free(r);
 }
 
+int32_t row_records(const row *r)
+{
+    return r->example.turns > 0 ? r->example.turns : 1;
+}
+
 status feed_open(feed **out, const feed_rule *r)
 {
     status st = OK;
@@ -38,8 +44,11 @@ status feed_open(feed **out, const feed_rule *r)
     for (int32_t i = 0; i < r->data_count; i++) {
         TRY(dataset_open(&f->file[i], r->data[i], &r->dataset));
         for (int32_t k = 0; k < i; k++)
-            if (strcmp(dataset_path(f->file[k]), dataset_path(f->file[i])) == 0)
-                FAIL(BAD_INPUT, "--data %s: the file is given twice; a row's key is its dataset and id", r->data[i]);
+            if (strcmp(dataset_name(f->file[k]), dataset_name(f->file[i])) == 0)
+                FAIL(BAD_INPUT,
+                     "--data %s: rows of %s would be called %s too, and a row is known by its dataset and id; give it a "
+                     "run of its own",
+                     r->data[i], dataset_path(f->file[k]), dataset_name(f->file[i]));
     }
     if (r->shots)
         TRY(shots_open(&f->shots, r->shots, NULL));
@@ -90,6 +99,7 @@ status feed_next(feed *f, row **out)
     if (more) {
         r->order = f->order - 1;
         r->dataset = dataset_name(f->file[f->at]);
+        r->path = dataset_path(f->file[f->at]);
         *out = r;
         r = NULL;
     }
@@ -106,43 +116,43 @@ status feed_skip(feed *f, bool *more)
     return st;
 }
 
-status feed_count(int64_t *out, const feed_rule *r, bool strict)
-{
-    status st = OK;
-    feed *f = NULL;
-    row *one = NULL;
-    *out = 0;
-    TRY(feed_open(&f, r));
-    for (;;) {
-        TRY(feed_next(f, &one));
-        if (!one)
-            break;
-        if (strict && one->example.error)
-            FAIL(BAD_INPUT, "%s (--strict refuses a file with a bad row)", one->example.error);
-        row_close(one);
-        one = NULL;
-        ++*out;
-    }
-out:
-    row_close(one);
-    feed_close(f);
-    return st;
-}
-
 status feed_json(json_t **out, const feed *f)
 {
     status st = OK;
-    *out = json_array();
+    json_t *all = json_array();
+    *out = NULL;
     for (int32_t i = 0; i < f->rule.data_count; i++) {
+        const dataset *d = f->file[i];
         uint64_t hash;
-        char hex[17];
-        TRY(dataset_hash(&hash, f->file[i]));
+        int64_t first, last;
+        char hex[17], rows[48];
+        TRY(dataset_hash(&hash, d));
+        dataset_range(&first, &last, d);
         snprintf(hex, sizeof hex, "%016llx", (unsigned long long)hash);
-        json_array_append_new(*out, json_pack("{s:s, s:s, s:s}", "name", dataset_name(f->file[i]), "path",
-                                              dataset_path(f->file[i]), "hash", hex));
+        int n = snprintf(rows, sizeof rows, "%lld-", (long long)first);
+        if (last < INT64_MAX)
+            snprintf(rows + n, sizeof rows - (size_t)n, "%lld", (long long)last);
+        json_t *one = json_pack("{s:s, s:s, s:s, s:s}", "name", dataset_name(d), "path", dataset_path(d), "hash", hex,
+                                "rows", rows);
+        if (strcmp(dataset_kind(d), "jsonl") == 0)
+            json_object_set_new(one, "prompt_field", json_string(f->rule.dataset.prompt_field));
+        json_array_append_new(all, one);
     }
+    *out = all;
+    all = NULL;
 out:
+    json_decref(all);
     return st;
+}
+
+uint64_t feed_shots_hash(const feed *f)
+{
+    uint64_t h = HASH_START;
+    for (int32_t i = 0; f->shots && i < f->shots->count; i++) {
+        h = hash_bytes(h, f->shots->question[i], strlen(f->shots->question[i]) + 1);
+        h = hash_bytes(h, f->shots->answer[i], strlen(f->shots->answer[i]) + 1);
+    }
+    return f->shots ? h : 0;
 }
 
 status feed_encode(const feed *f, const row *r, const chat_template *c, const tokenizer *t, token_list *out)

@@ -14,13 +14,15 @@ typedef struct feed feed;
 /* A row on its way: which turn of it comes next, and what was answered before. Free with row_close. */
 typedef struct row {
     int64_t order;                /* number of the row in the run */
-    const char *dataset;          /* dataset_name; the feed's */
+    const char *dataset, *path;   /* dataset_name, dataset_path; the feed's */
     example example;
     int32_t turn;
     char *answer[DATASET_TURNS];  /* of the turns before */
 } row;
 
 void row_close(row *r); /* frees it; accepts NULL */
+/* How many records it leaves: its turns; one where it cannot run. */
+int32_t row_records(const row *r);
 
 typedef struct feed_rule {
     const char *const *data;
@@ -38,10 +40,10 @@ status feed_next(feed *f, row **out);
 /* Counts past the next row without keeping it; *more is false at the end. */
 status feed_skip(feed *f, bool *more);
 
-/* Rows in all files together, read through once. strict: BAD_INPUT at the first bad row, naming file and line. */
-status feed_count(int64_t *out, const feed_rule *r, bool strict);
-/* [{"name", "path", "hash", "rows"}, ...] for the results. Owned by the caller. */
+/* [{"name", "path", "hash", "rows"}, ...] for the results; jsonl has its "prompt_field" too. Owned by the caller. */
 status feed_json(json_t **out, const feed *f);
+/* Of the solved examples, 0 where there are none. */
+uint64_t feed_shots_hash(const feed *f);
 
 /* Token ids of the row's present turn: shots, then the earlier turns with their answers, then the turn itself, in the
  * chat form. BAD_INPUT: what is wrong with the row (invalid UTF-8, an empty prompt). */

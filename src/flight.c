@@ -28,6 +28,30 @@ static void to_result(result_block *b, int32_t block, const block_stats *t)
         b->rows_fallback[c - ROWS_MISS] = t->rows_fallback[c];
 }
 
+status flight_encode(flight *f, const feed *rows, const flight_form *form)
+{
+    status st = OK;
+    const example *e = &f->row->example;
+    long long line = e->line;
+    if (e->error) {
+        status_message_set(e->error);
+        return BAD_INPUT;
+    }
+    if (!*e->turn[f->row->turn])
+        FAIL(BAD_INPUT, "%s:%lld: the prompt is empty", f->row->path, line);
+    st = feed_encode(rows, f->row, form->chat, form->tokenizer, &f->prompt);
+    if (st == BAD_INPUT)
+        FAIL(BAD_INPUT, "%s:%lld: %s", f->row->path, line, status_message());
+    TRY(st);
+    if (f->prompt.count >= (size_t)form->max_tokens)
+        FAIL(BAD_INPUT, "%s:%lld: the prompt has %zu tokens, which leaves no room for an answer: want fewer than %d "
+             "(max_position_embeddings)", f->row->path, line, f->prompt.count, form->max_tokens);
+    int64_t end = (int64_t)f->prompt.count + form->gen_len;
+    f->end = (int32_t)(end < form->max_tokens ? end : form->max_tokens);
+out:
+    return st;
+}
+
 status flight_report(flight *f, const slot_report *rep, const block_rule *k)
 {
     status st = OK;

@@ -17,6 +17,15 @@ typedef struct flight {
     double started;          /* seconds, any clock */
 } flight;
 
+typedef struct flight_form { /* how a prompt becomes tokens, and how long a sequence may be */
+    const chat_template *chat;
+    const tokenizer *tokenizer;
+    int32_t max_tokens, gen_len;
+} flight_form;
+
+/* The prompt of the row's present turn, and the sequence's end. BAD_INPUT: this row cannot run; file, line and why. */
+status flight_encode(flight *f, const feed *rows, const flight_form *form);
+
 /* Takes in what the slot did in one forward: a finished block's tokens (before the first end token, below `end`) and its
  * counters. */
 status flight_report(flight *f, const slot_report *rep, const block_rule *k);

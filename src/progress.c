@@ -84,11 +84,12 @@ status progress_table(const char *path, int64_t total)
     }
     for (int64_t i = 0; i < f->sessions; i++)
         seconds += f->session[i].wall_seconds;
-    printf("rows         %lld of %lld done, %lld failed\n", (long long)(f->rows - failed), (long long)total, (long long)failed);
+    printf("rows         %lld of %lld done, %lld failed, %lld left\n", (long long)(f->rows - failed), (long long)total,
+           (long long)failed, (long long)(total - f->rows));
     printf("tokens       %lld generated, %.1f a forward, %.1f iterations a block\n", (long long)tokens,
            iterations ? (double)tokens / (double)iterations : 0, blocks ? (double)iterations / (double)blocks : 0);
     printf("speed        %.1f tokens/s over %.1f s of decoding\n", seconds > 0 ? (double)tokens / seconds : 0, seconds);
-    printf("results      %s (%s)\n", path, f->state);
+    printf("results      %s (%s%s)\n", path, f->state, f->rows < total ? ": --resume goes on" : "");
 out:
     results_close(f);
     return st;

@@ -5,6 +5,7 @@
 #include "src/flight.h"
 #include "src/plan/scheduler.h"
 #include "src/progress.h"
+#include "src/resume.h"
 #include "src/stage.h"
 #include "src/stop.h"
 
@@ -35,7 +36,7 @@ typedef struct job {
     int32_t *want;         /* [size] */
     result_phase counters;
     int64_t total, recorded, failed; /* rows of the job; of this rank and session */
-    double started, committed, published;
+    double born, started, committed, published;
     bool stopped;
     progress *progress;
 } job;
@@ -49,21 +50,76 @@ static double now(void)
 
 /* ---- before the first forward */
 
-static json_t *describe(const job *j, const char *command_line)
+static status describe(job *j, const char *command_line)
 {
-    json_t *all = stage_json(&j->stage), *data = NULL;
+    status st = OK;
+    json_t *data = NULL, *inputs = NULL, *all = j->run_json = stage_json(&j->stage);
     json_object_set_new(all, "program", json_string("epoch"));
     json_object_set_new(all, "version", json_string(EPOCH_VERSION));
     json_object_set_new(all, "command_line", json_string(command_line));
     json_object_set_new(all, "settings", options_json(j->o));
     json_object_set_new(all, "rows_total", json_integer(j->total));
-    if (feed_json(&data, j->feed) == OK)
-        json_object_set(all, "datasets", data);
-    json_decref(data);
+    TRY(feed_json(&data, j->feed));
+    json_object_set_new(all, "datasets", data);
+    TRY(resume_inputs(&inputs, j->o, j->feed));
+    json_object_set_new(all, "inputs", inputs);
     char host[256] = "";
     gethostname(host, sizeof host - 1);
     json_object_set_new(all, "hosts", json_string(host));
-    return all;
+out:
+    return st;
+}
+
+static flight_form form_of(const job *j)
+{
+    return (flight_form){j->stage.chat, j->stage.tokenizer, j->stage.rule.max_tokens, j->o->gen_len};
+}
+
+/* Rank 0: the records that the job leaves in all. --strict: BAD_INPUT at the first row that cannot run. */
+static status count_rows(job *j)
+{
+    status st = OK;
+    feed *f = NULL;
+    flight one = {0};
+    flight_form form = form_of(j);
+    TRY(feed_open(&f, &j->feed_rule));
+    for (;;) {
+        TRY(feed_next(f, &one.row));
+        if (!one.row)
+            break;
+        if (j->o->strict && (st = flight_encode(&one, f, &form)) == BAD_INPUT)
+            FAIL(BAD_INPUT, "%s (--strict refuses a file with a bad row)", status_message());
+        TRY(st);
+        j->total += row_records(one.row);
+        flight_clear(&one);
+    }
+out:
+    flight_clear(&one);
+    feed_close(f);
+    return st;
+}
+
+/* Rank 0: may this run go on with what is there, and with how much of it? */
+static status take_over(job *j)
+{
+    status st = OK;
+    json_t *before = NULL;
+    resume_change change;
+    resume_rows rows = {0};
+    TRY(results_run(&before, &j->done, j->dir));
+    TRY(resume_compare(&change, before, j->run_json));
+    if (j->o->resume == RESUME_CHANGED || change.prompts)
+        TRY(resume_keep(&rows, &j->done, &j->feed_rule));
+    if (j->o->resume != RESUME_CHANGED && (change.answers || change.prompts))
+        FAIL(BAD_INPUT, "%s was made otherwise: %s%s%s; take what it was made with, or --resume=changed, or another --out",
+             j->o->out, change.text, *rows.first ? "; the first other prompt is " : "", rows.first);
+    bool all = j->o->resume != RESUME_CHANGED || (rows.all && !change.answers);
+    TRY(results_keep(j->dir, j->session, all ? NULL : rows.kept, change.answers ? 0 : rows.count));
+    TRY(results_drop(&j->done, j->dir, j->session));
+out:
+    json_decref(before);
+    resume_rows_close(&rows);
+    return st;
 }
 
 /* Rank 0: is the output free, and whose turn is it? */
@@ -79,6 +135,11 @@ static status claim_output(job *j)
     if (j->done.sessions > 0 && !j->o->resume)
         FAIL(BAD_INPUT, "%s holds %lld rows of an unfinished run: --resume goes on with it, or remove it", j->dir,
              (long long)(j->done.done + j->done.failed));
+    j->session = j->done.sessions;
+    if (j->session > 0)
+        TRY(take_over(j));
+    else
+        TRY(results_keep(j->dir, 0, NULL, 0));
 out:
     return st;
 }
@@ -96,7 +157,7 @@ static status open_job(job *j, const char *command_line)
                                .shots = o->shots};
     st = feed_open(&j->feed, &j->feed_rule);
     if (st == OK && w->rank == 0)
-        st = feed_count(&j->total, &j->feed_rule, o->strict);
+        st = count_rows(j);
     TRY(w->agree(w, st));
     TRY(w->bcast(w, &j->total, sizeof j->total, 0));
     if (o->dry_run) {
@@ -105,12 +166,18 @@ static status open_job(job *j, const char *command_line)
         return OK;
     }
     snprintf(j->dir, sizeof j->dir, "%s.d", o->out);
-    TRY(w->agree(w, w->rank == 0 ? claim_output(j) : OK));
-    j->session = j->done.sessions;
+    if (w->rank == 0) {
+        st = describe(j, command_line);
+        if (st == OK)
+            st = claim_output(j);
+    }
+    TRY(w->agree(w, st));
     TRY(w->bcast(w, &j->session, sizeof j->session, 0));
     TRY(w->agree(w, stage_load(&j->stage)));
     if (w->rank == 0) {
-        j->run_json = describe(j, command_line);
+        json_t *loaded = stage_json(&j->stage); /* it knows the device now */
+        json_object_update(j->run_json, loaded);
+        json_decref(loaded);
         text = json_dumps(j->run_json, JSON_SORT_KEYS);
         st = results_begin(o->out, j->dir, text, j->session);
         if (st == OK)
@@ -120,6 +187,8 @@ static status open_job(job *j, const char *command_line)
     st = w->rank == 0 ? OK : results_lock(&j->lock, j->dir, false, o->lock_wait);
     if (st == OK && w->rank != 0)
         st = results_scan(&j->done, j->dir);
+    if (st == OK && w->rank != 0)
+        st = results_drop(&j->done, j->dir, j->session);
     TRY(w->agree(w, st));
     st = journal_open(&j->journal, j->dir, w->rank, j->session);
     size_t n = (size_t)j->stage.slot_count;
@@ -141,14 +210,6 @@ out:
 
 /* ---- between forwards */
 
-/* Rows of the earlier sessions are not dealt again. A row of several turns is done when its last turn is. */
-static bool row_done(const job *j, const row *r)
-{
-    int last = r->example.turns > 0 ? r->example.turns - 1 : 0;
-    return j->session > 0 && (results_done(&j->done, r->dataset, r->example.id, last) ||
-                                    (r->example.error && results_done(&j->done, r->dataset, r->example.id, 0)));
-}
-
 /* The next row that is still to run; *out is NULL at the end, and where the row is for another rank (`mine` false). */
 static status next_row(job *j, bool mine, row **out)
 {
@@ -160,10 +221,13 @@ static status next_row(job *j, bool mine, row **out)
         j->fed = !more;
         return OK;
     }
-    do {
+    for (bool left = false; !left;) {
         row_close(*out);
         TRY(feed_next(j->feed, out));
-    } while (*out && row_done(j, *out));
+        if (!*out)
+            break;
+        TRY(resume_row(&left, *out, &j->done));
+    }
     j->fed = !*out;
     if (!mine) {
         row_close(*out);
@@ -198,26 +262,18 @@ static status record(job *j, flight *f, const char *text, const char *message)
     return journal_row(j->journal, &r);
 }
 
-/* Encodes the row at f; *why says why it cannot run. */
-static status encode(job *j, flight *f, const char **why)
+/* This turn failed, and so do those that wait for its answer. The row is done. */
+static status record_failed(job *j, flight *f, const char *text, const char *why)
 {
-    const stage *s = &j->stage;
-    *why = f->row->example.error;
-    if (*why)
-        return OK;
-    if (!*f->row->example.turn[f->row->turn]) {
-        *why = "the prompt is empty";
-        return OK;
-    }
-    status st = feed_encode(j->feed, f->row, s->chat, s->tokenizer, &f->prompt);
-    if (st == BAD_INPUT) {
-        *why = status_message();
-        return OK;
-    }
-    int64_t most = s->rule.max_tokens, end = (int64_t)f->prompt.count + j->o->gen_len;
-    if ((int64_t)f->prompt.count >= most)
-        *why = "the prompt leaves no room for an answer (max_position_embeddings)";
-    f->end = (int32_t)(end < most ? end : most);
+    status st = OK;
+    char message[600];
+    TRY(record(j, f, text, why));
+    flight rest = {.row = f->row};
+    snprintf(message, sizeof message, "%.500s:%lld: turn %d failed, whose answer this one wants", f->row->path,
+             (long long)f->row->example.line, (int)f->row->turn + 1);
+    while (++f->row->turn < row_records(f->row))
+        TRY(record(j, &rest, NULL, message));
+out:
     return st;
 }
 
@@ -226,20 +282,23 @@ static status fill_slots(job *j)
 {
     status st = OK;
     executor *x = j->stage.executor;
+    flight_form form = form_of(j);
     for (int32_t i = 0; i < j->stage.slot_count && j->queue_count > 0; i++) {
         flight *f = &j->flight[i];
         while (!f->row && j->queue_count > 0) {
-            const char *why;
             f->row = j->queue[0];
-            TRY(encode(j, f, &why));
-            if (!why && !executor_has_room(x, f->end)) { /* it waits until pages are free */
+            st = flight_encode(f, j->feed, &form);
+            bool bad = st == BAD_INPUT;
+            if (!bad)
+                TRY(st);
+            if (!bad && !executor_has_room(x, f->end)) { /* it waits until pages are free */
                 f->row = NULL;
                 flight_clear(f);
                 return OK;
             }
             memmove(j->queue, j->queue + 1, sizeof *j->queue * (size_t)--j->queue_count);
-            if (why) {
-                TRY(record(j, f, NULL, why));
+            if (bad) {
+                TRY(record_failed(j, f, NULL, status_message()));
                 flight_clear(f);
                 continue;
             }
@@ -257,7 +316,7 @@ static void set_pulse(job *j)
     for (int32_t i = 0; i < j->stage.slot_count; i++)
         flying += j->flight[i].row != NULL;
     int32_t free_slots = j->stage.slot_count - flying - j->queue_count;
-    bool stop = stop_asked() || (j->o->time_budget > 0 && now() - j->started > j->o->time_budget) ||
+    bool stop = stop_asked() || (j->o->time_budget > 0 && now() - j->born > j->o->time_budget) ||
                 (j->o->stop_file && access(j->o->stop_file, F_OK) == 0);
     p[PULSE_BUSY] = flying + j->queue_count;
     p[PULSE_WANT] = free_slots > 0 ? free_slots : 0;
@@ -278,12 +337,18 @@ static status land(job *j, int32_t index, const char *why)
     size_t bytes;
     executor_release(j->stage.executor, index);
     TRY(tokenizer_decode(j->stage.tokenizer, &text, &bytes, f->answer.id, f->answer.count, true));
-    TRY(record(j, f, text, why));
+    if (why) {
+        char message[600];
+        snprintf(message, sizeof message, "%.500s:%lld: %s", f->row->path, (long long)f->row->example.line, why);
+        TRY(record_failed(j, f, text, message));
+    } else {
+        TRY(record(j, f, text, NULL));
+    }
     if (!why && f->row->turn + 1 < f->row->example.turns) {
         row *r = f->row;
+        TRY(results_text(&r->answer[r->turn], text));
         f->row = NULL;
-        r->answer[r->turn++] = text;
-        text = NULL;
+        r->turn++;
         memmove(j->queue + 1, j->queue, sizeof *j->queue * (size_t)j->queue_count++);
         j->queue[0] = r;
     }
@@ -484,9 +549,8 @@ static void close_job(job *j)
 status run(const options *o, world *w, const char *command_line, bool *together)
 {
     status st = OK;
-    job j = {.o = o, .w = w, .lock = -1};
+    job j = {.o = o, .w = w, .lock = -1, .born = now()};
     *together = true;
-    stop_listen();
     TRY(open_job(&j, command_line));
     if (o->dry_run)
         goto out;

@@ -46,7 +46,11 @@ typedef struct cuda {
     cuda_buffer angles;       /* rotary: F32 [positions, rotary_dim], cos then sin of rotary_dim / 2 angles */
     int32_t angle_count, angle_dim;
     float angle_theta;
-    int64_t *routed;          /* on the device: rows routed to at least one expert since the lane last asked */
+    cuda_buffer begins;       /* where each slot's rows begin, from rows to commit (slots.cu) */
+    int32_t experts;          /* of the newest route: what the logs call all experts */
+    cuda_buffer seen;         /* bit masks of the experts chosen in this forward, by layer and cohort (route.cu) */
+    cuda_buffer ranges;       /* of each cohort, between the kernels of the Atlas; clean between ops (atlas.cu) */
+    int64_t *routed;          /* on the device: rows dispatched to routed experts since the lane last asked */
     cuda_staging *staging;
     cuda_marks *marks;
 } cuda;

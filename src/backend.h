@@ -160,7 +160,8 @@ typedef struct backend {
     status (*support)(struct backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in,
                       const slots *s, const route_rule *r, const atlas_rule *a, const block_rule *k);
     /* ids I32 [fresh, K] by ascending expert id, -1 behind the last edge; weights F32 [fresh, K], 0 there. Sealing and
-     * cold rows route over all experts, others over their cohort's support. Logs fresh, distinct, support. */
+     * cold rows route over all experts, others over their cohort's support. Logs fresh, distinct, support, by the end of
+     * the forward's commit. */
     status (*route)(struct backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p, int layer,
                     const batch *in, const slots *s, const route_rule *r, const block_rule *k);
     /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit u, in
@@ -183,5 +184,10 @@ typedef struct backend {
 
 /* threads: 0: one for each core this rank may use. */
 status backend_cpu_open(backend **out, int threads);
+/* The GPU of that number among the visible ones. BAD_INPUT: no driver or GPU, a driver too old, a GPU that the program
+ * was not built for, fewer GPUs than ranks of this host. */
+status backend_cuda_open(backend **out, int local_rank);
+/* How many GPUs are visible; 0 without a driver. */
+int backend_cuda_devices(void);
 
 #endif

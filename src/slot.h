@@ -94,6 +94,14 @@ static inline EPOCH_BOTH int32_t atlas_allowed(int32_t n, float covered_share)
     return (int32_t)((1.0 - (double)covered_share) * n + 1e-5);
 }
 
+/* The Atlas sums scores over rows in fixed point, units of 2^-32, so that no order of rows or threads shows in a support. */
+#define ATLAS_ONE (INT64_C(1) << 32)
+
+static inline EPOCH_BOTH int64_t atlas_fixed(float x)
+{
+    return (int64_t)(x * 4294967296.0f);
+}
+
 /* Positions 0 .. n-1 as a mask. */
 static inline EPOCH_BOTH uint64_t slot_mask(int n)
 {

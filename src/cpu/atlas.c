@@ -1,7 +1,7 @@
 /* Expert Atlas on the CPU: the coverage test and the construction of a support, per cohort and layer.
  *
- * For each fresh row t: I[t,j], W[t,j] its K + m best experts under the model's rule on unmasked scores. fp32 sums, rows
- * and candidates in order, so that a twin can repeat them bit for bit:
+ * For each fresh row t: I[t,j], W[t,j] its K + m best experts under the model's rule on unmasked scores. Sums along a row
+ * are fp32, in order; sums over rows are in fixed point (atlas_fixed): a twin can repeat them bit for bit.
  *
  *     r_t = alpha * sum_{j<K} W[t,j]          C_t(S) = sum_{j: I[t,j] in S} W[t,j]
  *     p_e = sum of W over all candidate edges of e; S starts as the B most popular experts
@@ -50,18 +50,20 @@ static float covered(const candidates *c, int t, int width, const uint32_t *set)
 static int test_coverage(const candidates *c, const uint32_t *set, float coverage, layer_log *log)
 {
     int under = 0;
+    int64_t share = 0;
     for (int t = 0; t < c->rows; t++) {
         float have = covered(c, t, c->top_k, set), all = c->floor[t] / coverage;
         under += have < c->floor[t];
-        log->covered += all > 0 ? have / all : 1;
+        share += atlas_fixed(all > 0 ? have / all : 1);
     }
+    log->covered = (float)((double)share / (double)ATLAS_ONE);
     log->tested = c->rows;
     log->under = under;
     return under;
 }
 
 /* Adds the best `most` experts not in the set by value, those above `above` only; returns how many. */
-static int add_best(uint32_t *set, const float *value, int experts, int most, float above)
+static int add_best(uint32_t *set, const int64_t *value, int experts, int most, int64_t above)
 {
     int added = 0;
     while (added < most) {
@@ -78,13 +80,13 @@ static int add_best(uint32_t *set, const float *value, int experts, int most, fl
 }
 
 /* Builds the support; false: it could not reach q (universe). */
-static bool build(candidates *c, uint32_t *set, float *value, int experts, const atlas_rule *a, layer_log *log)
+static bool build(candidates *c, uint32_t *set, int64_t *value, int experts, const atlas_rule *a, layer_log *log)
 {
     int allowed = atlas_allowed(c->rows, a->covered_share);
     memset(value, 0, (size_t)experts * sizeof *value);
     for (int i = 0; i < c->rows * c->width; i++)
         if (c->id[i] >= 0)
-            value[c->id[i]] += c->score[i];
+            value[c->id[i]] += atlas_fixed(c->score[i]);
     add_best(set, value, experts, a->budget, -1);
     for (;;) {
         int under = 0;
@@ -98,8 +100,9 @@ static bool build(candidates *c, uint32_t *set, float *value, int experts, const
             for (int j = 0; j < c->width && c->id[t * c->width + j] >= 0; j++) {
                 int e = c->id[t * c->width + j];
                 float w = c->score[t * c->width + j];
-                float gain = a->mass_weight * (w < need ? w : need);
-                value[e] += c->covered[t] + w >= c->floor[t] ? 1 + gain : gain;
+                value[e] += atlas_fixed(a->mass_weight * (w < need ? w : need));
+                if (c->covered[t] + w >= c->floor[t])
+                    value[e] += ATLAS_ONE;
             }
         }
         if (under <= allowed)
@@ -120,7 +123,7 @@ static int size_of(const uint32_t *set, int words)
 
 /* One cohort's support in one layer: test, and build where path or test ask for it. */
 static void update(candidates *c, plans *p, int layer, int cohort, const slot *sl, const route_rule *r,
-                   const atlas_rule *a, const block_rule *k, float *value)
+                   const atlas_rule *a, const block_rule *k, int64_t *value)
 {
     int32_t *support = cpu_support_of(p, layer, cohort);
     layer_log *log = cpu_log_of(p, layer, cohort);
@@ -189,7 +192,7 @@ status cpu_support(backend *b, plans *p, int layer, const tensor *z, const tenso
                 lead = &all[i];
         if (!lead)
             continue;
-        float value[SUM_TREE_EXPERTS];
+        int64_t value[SUM_TREE_EXPERTS];
         candidates mine = {.rows = first[c + 1] - first[c],
                            .width = width,
                            .top_k = r->top_k,

@@ -1,0 +1,380 @@
+/* The CUDA backend: one GPU, one stream. Memory, transfers and time are here; the ops are launchers in the .cu files. */
+#include "cuda/kernels.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+status cuda_check(cudaError_t e, const char *what, const char *file, int line)
+{
+    return e == cudaSuccess ? OK : status_fail(FAILED, file, line, "%s: %s (%s)", what, cudaGetErrorString(e), cudaGetErrorName(e));
+}
+
+/* ---- memory */
+
+static status take(cuda *c, void **out, size_t bytes, const char *what)
+{
+    status st = OK;
+    cudaError_t e = cudaMalloc(out, bytes);
+    if (e == cudaErrorMemoryAllocation) {
+        size_t left = 0, whole = 0;
+        cudaGetLastError(); /* this one is told and done with */
+        cudaMemGetInfo(&left, &whole);
+        *out = NULL;
+        FAIL(FAILED, "out of GPU memory: %zu bytes wanted for %s, %zu of %zu are free", bytes, what, left, whole);
+    }
+    TRY(cuda_check(e, "cudaMalloc", __FILE__, __LINE__));
+    CUDA_TRY(cudaMemsetAsync(*out, 0, bytes, c->stream));
+out:
+    return st;
+}
+
+status cuda_grow(cuda *c, cuda_buffer *b, size_t bytes, const char *what)
+{
+    status st = OK;
+    enum cudaStreamCaptureStatus capture;
+    if (bytes <= b->bytes)
+        return OK;
+    CUDA_TRY(cudaStreamIsCapturing(c->stream, &capture));
+    if (capture != cudaStreamCaptureStatusNone)
+        FAIL(FAILED, "%zu bytes more wanted for %s while a graph is captured: a forward must come first", bytes, what);
+    CUDA_TRY(cudaStreamSynchronize(c->stream));
+    if (b->data)
+        CUDA_TRY(cudaFree(b->data));
+    *b = (cuda_buffer){0};
+    TRY(take(c, &b->data, bytes, what));
+    b->bytes = bytes;
+out:
+    return st;
+}
+
+status cuda_scratch(cuda *c, void **out, size_t bytes)
+{
+    status st = cuda_grow(c, &c->scratch, bytes, "the scratch of an op");
+    *out = c->scratch.data;
+    return st;
+}
+
+static status reserve(backend *b, void **slab, size_t bytes)
+{
+    status st = OK;
+    *slab = NULL;
+    TRY(take(cuda_of(b), slab, bytes > 0 ? bytes : 256, "an arena"));
+    CUDA_TRY(cudaStreamSynchronize(cuda_of(b)->stream));
+out:
+    return st;
+}
+
+static void release(backend *b, void *slab)
+{
+    cudaStreamSynchronize(cuda_of(b)->stream);
+    cudaFree(slab);
+}
+
+/* ---- transfers */
+
+enum { HALF_BYTES = 16 << 20 };
+
+/* Two halves, filled in turn: while one is on its way, the host fills the other. A half is filled anew when the copies
+ * that were enqueued from it are through. On the device lies a twin of each, for what is converted there. */
+struct cuda_staging {
+    char *pinned, *device; /* [2 * HALF_BYTES] */
+    cudaEvent_t gone[2];
+    int half;
+    size_t at;             /* in this half */
+};
+
+static status open_staging(cuda *c)
+{
+    status st = OK;
+    cuda_staging *s = c->staging = calloc(1, sizeof *s);
+    if (!s)
+        FAIL(FAILED, "out of memory");
+    CUDA_TRY(cudaMallocHost((void **)&s->pinned, 2 * (size_t)HALF_BYTES));
+    TRY(take(c, (void **)&s->device, 2 * (size_t)HALF_BYTES, "uploads"));
+    for (int i = 0; i < 2; i++)
+        CUDA_TRY(cudaEventCreateWithFlags(&s->gone[i], cudaEventDisableTiming));
+out:
+    return st;
+}
+
+static void close_staging(cuda_staging *s)
+{
+    if (!s)
+        return;
+    for (int i = 0; i < 2; i++)
+        if (s->gone[i])
+            cudaEventDestroy(s->gone[i]);
+    cudaFreeHost(s->pinned);
+    cudaFree(s->device);
+    free(s);
+}
+
+/* Room for `bytes` of staging, at *offset in both twins. */
+static status stage(cuda *c, size_t bytes, size_t *offset)
+{
+    status st = OK;
+    cuda_staging *s = c->staging;
+    bytes = (bytes + 255) / 256 * 256;
+    if (s->at + bytes > HALF_BYTES) {
+        CUDA_TRY(cudaEventRecord(s->gone[s->half], c->stream));
+        s->half ^= 1;
+        s->at = 0;
+        CUDA_TRY(cudaEventSynchronize(s->gone[s->half]));
+    }
+    *offset = (size_t)s->half * HALF_BYTES + s->at;
+    s->at += bytes;
+out:
+    return st;
+}
+
+static status upload(backend *b, const tensor *dst, const void *src, dtype from)
+{
+    status st = OK;
+    cuda *c = cuda_of(b);
+    size_t width = (size_t)dst->cols * dtype_bytes(from), pitch = (size_t)dst->ld * dtype_bytes(dst->type), at;
+    assert(from == dst->type || (from <= F16 && dst->type <= F16));
+    if (dst->rows == 0 || width == 0)
+        return OK;
+    if (width > HALF_BYTES)
+        FAIL(FAILED, "upload of rows of %zu bytes, want at most %d", width, HALF_BYTES);
+    int64_t most = (int64_t)(HALF_BYTES / 2 / width) > 0 ? (int64_t)(HALF_BYTES / 2 / width) : 1;
+    for (int64_t row = 0; row < dst->rows; row += most) {
+        int64_t n = dst->rows - row < most ? dst->rows - row : most;
+        TRY(stage(c, (size_t)n * width, &at));
+        char *pinned = c->staging->pinned + at, *to = (char *)dst->data + (size_t)row * pitch;
+        memcpy(pinned, (const char *)src + (size_t)row * width, (size_t)n * width);
+        if (from == dst->type) {
+            CUDA_TRY(cudaMemcpy2DAsync(to, pitch, pinned, width, width, (size_t)n, cudaMemcpyHostToDevice, c->stream));
+        } else {
+            tensor part = tensor_rows(dst, row, n);
+            CUDA_TRY(cudaMemcpyAsync(c->staging->device + at, pinned, (size_t)n * width, cudaMemcpyHostToDevice, c->stream));
+            TRY(cuda_convert(c, &part, c->staging->device + at, from));
+        }
+    }
+out:
+    return st;
+}
+
+static status download(backend *b, void *dst, const tensor *src)
+{
+    status st = OK;
+    cuda *c = cuda_of(b);
+    size_t width = (size_t)src->cols * dtype_bytes(src->type), pitch = (size_t)src->ld * dtype_bytes(src->type);
+    if (src->rows > 0 && width > 0)
+        CUDA_TRY(cudaMemcpy2DAsync(dst, width, src->data, pitch, width, (size_t)src->rows, cudaMemcpyDeviceToHost, c->stream));
+    CUDA_TRY(cudaStreamSynchronize(c->stream));
+out:
+    return st;
+}
+
+static status sync_stream(backend *b)
+{
+    status st = OK;
+    CUDA_TRY(cudaStreamSynchronize(cuda_of(b)->stream));
+out:
+    return st;
+}
+
+/* ---- time */
+
+enum { MARKS_MOST = 4096 };
+
+/* Event i > 0 ends what mark i named; event 0 is where the first began. */
+struct cuda_marks {
+    cudaEvent_t event[MARKS_MOST];
+    int phase[MARKS_MOST];
+    int made, count; /* events there are; in use */
+    double seconds[PHASES];
+};
+
+/* Waits for the marks and adds them up; the last one becomes the first. */
+static status fold(cuda_marks *m)
+{
+    status st = OK;
+    if (m->count < 2)
+        return OK;
+    CUDA_TRY(cudaEventSynchronize(m->event[m->count - 1]));
+    for (int i = 1; i < m->count; i++) {
+        float ms;
+        CUDA_TRY(cudaEventElapsedTime(&ms, m->event[i - 1], m->event[i]));
+        m->seconds[m->phase[i]] += 1e-3 * (double)ms;
+    }
+    cudaEvent_t last = m->event[m->count - 1];
+    m->event[m->count - 1] = m->event[0];
+    m->event[0] = last;
+    m->count = 1;
+out:
+    return st;
+}
+
+static status mark(backend *b, phase p)
+{
+    status st = OK;
+    cuda *c = cuda_of(b);
+    cuda_marks *m = c->marks;
+    enum cudaStreamCaptureStatus capture;
+    CUDA_TRY(cudaStreamIsCapturing(c->stream, &capture));
+    if (capture != cudaStreamCaptureStatusNone)
+        return OK;
+    if (m->count == MARKS_MOST)
+        TRY(fold(m));
+    if (m->count == m->made) {
+        CUDA_TRY(cudaEventCreate(&m->event[m->made]));
+        m->made++;
+    }
+    CUDA_TRY(cudaEventRecord(m->event[m->count], c->stream));
+    m->phase[m->count++] = p;
+out:
+    return st;
+}
+
+static status laps(backend *b, double seconds[PHASES])
+{
+    status st = OK;
+    cuda_marks *m = cuda_of(b)->marks;
+    TRY(fold(m));
+    memcpy(seconds, m->seconds, sizeof m->seconds);
+    memset(m->seconds, 0, sizeof m->seconds);
+out:
+    return st;
+}
+
+/* ---- the device */
+
+static void close_cuda(backend *b)
+{
+    if (!b)
+        return;
+    cuda *c = cuda_of(b);
+    cuda_dense_close(c);
+    if (c->lt)
+        cublasLtDestroy(c->lt);
+    for (int i = 0; c->marks && i < c->marks->made; i++)
+        cudaEventDestroy(c->marks->event[i]);
+    free(c->marks);
+    close_staging(c->staging);
+    cudaFree(c->workspace);
+    cudaFree(c->routed);
+    cuda_buffer *const all[] = {&c->scratch, &c->angles, &c->begins, &c->seen, &c->ranges};
+    for (int i = 0; i < 5; i++)
+        cudaFree(all[i]->data);
+    if (c->stream)
+        cudaStreamDestroy(c->stream);
+    free(c);
+    free(b);
+}
+
+static const backend table = {
+    .name = "cuda",
+    .activation = BF16,
+    .reserve = reserve,
+    .release = release,
+    .upload = upload,
+    .download = download,
+    .sync = sync_stream,
+    .mark = mark,
+    .laps = laps,
+    .rows = cuda_rows,
+    .commit = cuda_commit,
+    .embed = cuda_embed,
+    .matmul = cuda_matmul,
+    .add = cuda_add,
+    .norm = cuda_norm,
+    .swiglu = cuda_swiglu,
+    .rotate = cuda_rotate,
+    .attend = cuda_attend,
+    .pack = cuda_pack,
+    .support = cuda_support,
+    .route = cuda_route,
+    .experts = cuda_experts,
+    .merge = cuda_merge,
+    .head = cuda_head,
+    .close = close_cuda,
+};
+
+int backend_cuda_devices(void)
+{
+    int n = 0;
+    if (cudaGetDeviceCount(&n) != cudaSuccess) {
+        cudaGetLastError();
+        return 0;
+    }
+    return n;
+}
+
+/* Why is there no device? */
+static status no_device(cudaError_t e)
+{
+    int driver = 0, runtime = 0;
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    if (driver == 0)
+        return status_fail(BAD_INPUT, __FILE__, __LINE__, "--device cuda: no NVIDIA driver is installed here; --device cpu runs without");
+    if (e == cudaErrorInsufficientDriver)
+        return status_fail(BAD_INPUT, __FILE__, __LINE__,
+                           "--device cuda: the driver is too old: it knows CUDA %d.%d, the program was built with %d.%d; "
+                           "install a newer driver, or build with an older toolkit",
+                           driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    return status_fail(BAD_INPUT, __FILE__, __LINE__, "--device cuda: no GPU is visible (CUDA_VISIBLE_DEVICES is %s): %s",
+                       visible ? visible : "not set", cudaGetErrorString(e));
+}
+
+static status open_device(cuda *c, int local_rank)
+{
+    status st = OK;
+    int count = 0;
+    struct cudaDeviceProp prop;
+    cudaError_t e = cudaGetDeviceCount(&count);
+    if (e != cudaSuccess || count == 0)
+        TRY(no_device(e));
+    if (local_rank >= count)
+        FAIL(BAD_INPUT, "--device cuda: rank %d of this host would share a GPU, %d %s visible: start one rank a GPU",
+             local_rank, count, count == 1 ? "is" : "are");
+    c->device = local_rank;
+    CUDA_TRY(cudaSetDevice(c->device));
+    CUDA_TRY(cudaGetDeviceProperties(&prop, c->device));
+    e = cuda_probe();
+    if (e == cudaErrorNoKernelImageForDevice)
+        FAIL(BAD_INPUT, "--device cuda: %s has compute capability %d.%d, the program was built for others: build with "
+             "-DCMAKE_CUDA_ARCHITECTURES=%d%d", prop.name, prop.major, prop.minor, prop.major, prop.minor);
+    TRY(cuda_check(e, "the first kernel", __FILE__, __LINE__));
+    c->sm_count = prop.multiProcessorCount;
+    c->shared_most = prop.sharedMemPerBlockOptin;
+    CUDA_TRY(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
+    if (cublasLtCreate(&c->lt) != CUBLAS_STATUS_SUCCESS)
+        FAIL(FAILED, "cuBLASLt does not start on %s", prop.name);
+    TRY(take(c, &c->workspace, CUDA_WORKSPACE_BYTES, "cuBLASLt"));
+    TRY(take(c, (void **)&c->routed, sizeof *c->routed, "a counter"));
+    TRY(open_staging(c));
+    c->marks = calloc(1, sizeof *c->marks);
+    if (!c->marks)
+        FAIL(FAILED, "out of memory");
+    CUDA_TRY(cudaStreamSynchronize(c->stream));
+out:
+    return st;
+}
+
+status backend_cuda_open(backend **out, int local_rank)
+{
+    status st = OK;
+    *out = NULL;
+    backend *b = malloc(sizeof *b);
+    cuda *c = calloc(1, sizeof *c);
+    if (!b || !c) {
+        free(b);
+        free(c);
+        b = NULL;
+        FAIL(FAILED, "out of memory");
+    }
+    *b = table;
+    b->self = c;
+    TRY(open_device(c, local_rank));
+    b->stream = c->stream;
+    *out = b;
+    b = NULL;
+out:
+    close_cuda(b);
+    return st;
+}

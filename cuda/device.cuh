@@ -1,0 +1,88 @@
+/* What kernels share: rows in use, conversions, vectors of a row's elements, and sums over a warp or a block in an order
+ * that depends on the width alone. */
+#ifndef EPOCH_CUDA_DEVICE_CUH
+#define EPOCH_CUDA_DEVICE_CUH
+
+#include "cuda/kernels.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <assert.h>
+
+typedef __nv_bfloat16 bf16;
+
+enum { WARP = 32 };
+#define EVERY_LANE 0xffffffffu
+
+/* Rows of t that are in use. */
+static __device__ __forceinline__ int64_t used_rows(const tensor &t)
+{
+    int64_t n = t.used ? *t.used : t.rows;
+    return n < t.rows ? n : t.rows;
+}
+
+template <typename T> static __device__ __forceinline__ T *row_of(const tensor &t, int64_t row)
+{
+    return (T *)t.data + row * t.ld;
+}
+
+static __device__ __forceinline__ float widen(float x) { return x; }
+static __device__ __forceinline__ float widen(bf16 x) { return __bfloat162float(x); }
+static __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+static __device__ __forceinline__ void narrow(float *y, float x) { *y = x; }
+static __device__ __forceinline__ void narrow(bf16 *y, float x) { *y = __float2bfloat16_rn(x); }
+static __device__ __forceinline__ void narrow(__half *y, float x) { *y = __float2half_rn(x); }
+
+/* V neighbours of a row, moved at once. */
+template <typename T, int V> struct alignas(sizeof(T) * V) pack_of {
+    T x[V];
+};
+
+/* Elements of 16 bytes a vector where every row of all these tensors starts at 16 bytes and is a whole number of them. */
+static inline bool vectors_fit(const tensor &t, int v)
+{
+    return t.cols % v == 0 && t.ld % v == 0 && (uintptr_t)t.data % ((size_t)v * dtype_bytes(t.type)) == 0;
+}
+
+static __device__ __forceinline__ float warp_sum(float x)
+{
+    for (int half = WARP / 2; half > 0; half /= 2)
+        x += __shfl_xor_sync(EVERY_LANE, x, half);
+    return x;
+}
+
+/* e^x as the CPU backend computes it (src/cpu/lanes.h), product by product, so that router scores are the same bits. */
+static __device__ __forceinline__ float lane_exp(float x)
+{
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float n = __fadd_rn(__fmaf_rn(x, 1.44269504f, 12582912.0f), -12582912.0f);
+    float r = __fmaf_rn(n, -0.693359375f, x);
+    r = __fmaf_rn(n, 2.12194440e-4f, r);
+    float p = 1.0f / 5040;
+    p = __fmaf_rn(p, r, 1.0f / 720);
+    p = __fmaf_rn(p, r, 1.0f / 120);
+    p = __fmaf_rn(p, r, 1.0f / 24);
+    p = __fmaf_rn(p, r, 1.0f / 6);
+    p = __fmaf_rn(p, r, 0.5f);
+    p = __fmaf_rn(p, r, 1.0f);
+    p = __fmaf_rn(p, r, 1.0f);
+    return __fmul_rn(p, __uint_as_float((__float_as_uint(__fadd_rn(n, 12582912.0f)) + 127u) << 23));
+}
+
+static __device__ __forceinline__ float lane_sigmoid(float x)
+{
+    return __fdiv_rn(1.0f, __fadd_rn(1.0f, lane_exp(-x)));
+}
+
+/* Ascending with the number; 0 for -inf's stand-in and NaN, which are never the largest. */
+static __device__ __forceinline__ uint32_t order_of(float x)
+{
+    uint32_t bits = __float_as_uint(x);
+    if (x != x || bits == 0xff800000u)
+        return 0;
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+#endif

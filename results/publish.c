@@ -170,14 +170,36 @@ static int by_audited_place(const void *a, const void *b)
             FAIL(FAILED, "no memory for %lld records of results", (long long)(count)); \
     } while (0)
 
-static status gather_rows(results_file *f, const results_index *x)
+typedef struct origin { /* of a row: how iterations name it, which know nothing of later sessions */
+    int32_t session, rank;
+    int64_t order;
+    int32_t turn;
+    int64_t row; /* of /outputs */
+} origin;
+
+static int by_origin(const void *a, const void *b)
+{
+    const origin *x = a, *y = b;
+    if (x->session != y->session)
+        return x->session < y->session ? -1 : 1;
+    if (x->rank != y->rank)
+        return x->rank < y->rank ? -1 : 1;
+    if (x->order != y->order)
+        return x->order < y->order ? -1 : 1;
+    return (x->turn > y->turn) - (x->turn < y->turn);
+}
+
+/* *out: where each row comes from, sorted. */
+static status gather_rows(origin **out, results_file *f, const results_index *x)
 {
     status st = OK;
     place *order;
+    origin *origins = NULL;
     result_row r;
     f->rows = x->rows;
     TAKE(f->output, f->rows);
     TAKE(order, f->rows);
+    TAKE(origins, f->rows);
     for (int64_t i = 0; i < x->rows; i++) {
         order[i] = (place){x->row[i].order, i, x->row[i].turn};
         frame_row(&r, &x->row[i].frame, NULL, NULL);
@@ -193,10 +215,11 @@ static status gather_rows(results_file *f, const results_index *x)
         const index_row *from = &x->row[order[i].row];
         result_output *to = &f->output[i];
         frame_row(&to->row, &from->frame, f->token + token, f->block + block);
-        to->row.order = from->order;
-        to->row.source_line = from->source_line;
         to->session = x->journal[from->journal].session;
         to->rank = x->journal[from->journal].rank;
+        origins[i] = (origin){to->session, to->rank, to->row.order, to->row.turn, i};
+        to->row.order = from->order;
+        to->row.source_line = from->source_line;
         to->token_offset = token;
         for (int32_t b = 0; b < to->row.blocks; b++)
             to->forced += to->row.block[b].forced;
@@ -207,30 +230,22 @@ static status gather_rows(results_file *f, const results_index *x)
         for (size_t t = 0; t < sizeof text / sizeof *text; t++)
             TRY(repair(text[t], &f->pool));
     }
+    if (f->rows)
+        qsort(origins, (size_t)f->rows, sizeof *origins, by_origin);
+    *out = origins;
 out:
     return st;
 }
 
 /* The row of /outputs that this rank finished in this session; -1: none (unfinished, or repeated elsewhere). */
-static int64_t row_of(const results_file *f, int64_t order, int32_t turn, int32_t session, int32_t rank)
+static int64_t row_of(const origin *origins, int64_t rows, origin of)
 {
-    int64_t low = 0, high = f->rows;
-    while (low < high) {
-        int64_t mid = low + (high - low) / 2;
-        const result_row *r = &f->output[mid].row;
-        if (r->order < order || (r->order == order && r->turn < turn))
-            low = mid + 1;
-        else
-            high = mid;
-    }
-    const result_output *o = &f->output[low];
-    return low < f->rows && o->row.order == order && o->row.turn == turn && o->session == session && o->rank == rank
-               ? low
-               : -1;
+    const origin *found = rows ? bsearch(&of, origins, (size_t)rows, sizeof of, by_origin) : NULL;
+    return found ? found->row : -1;
 }
 
 /* Those of rows that are not in the file are left out. */
-static status gather_iterations(results_file *f, const results_index *x)
+static status gather_iterations(results_file *f, const origin *origins, const results_index *x)
 {
     status st = OK;
     int64_t iterations = 0, audits = 0;
@@ -249,13 +264,13 @@ static status gather_iterations(results_file *f, const results_index *x)
                 result_trace *t = &f->iteration[f->iterations];
                 *t = (result_trace){.session = from->session, .rank = from->rank};
                 frame_iteration(&t->at, &fr);
-                t->output_row = row_of(f, t->at.order, t->at.turn, t->session, t->rank);
+                t->output_row = row_of(origins, f->rows, (origin){t->session, t->rank, t->at.order, t->at.turn, 0});
                 f->iterations += t->output_row >= 0;
             } else if (fr.kind == FRAME_AUDIT) {
                 result_audited *a = &f->audit[f->audits];
                 *a = (result_audited){.session = from->session, .rank = from->rank};
                 frame_audit(&a->at, &fr);
-                a->output_row = row_of(f, a->at.order, a->at.turn, a->session, a->rank);
+                a->output_row = row_of(origins, f->rows, (origin){a->session, a->rank, a->at.order, a->at.turn, 0});
                 f->audits += a->output_row >= 0;
             }
         }
@@ -341,6 +356,7 @@ status results_publish(const char *file, const char *dir, const char *run_json, 
 {
     status st = OK;
     results_state s = {0};
+    origin *origins = NULL;
     json_error_t e;
     results_file *f = calloc(1, sizeof *f);
     if (!f)
@@ -355,8 +371,8 @@ status results_publish(const char *file, const char *dir, const char *run_json, 
     if (!json_is_object(f->run))
         FAIL(BAD_INPUT, "%s: the run's settings are no JSON object: %s", file, f->run ? "another type" : e.text);
     f->state = state;
-    TRY(gather_rows(f, s.index));
-    TRY(gather_iterations(f, s.index));
+    TRY(gather_rows(&origins, f, s.index));
+    TRY(gather_iterations(f, origins, s.index));
     TRY(gather_sessions(f, s.index, dir));
     TRY(results_write(file, f));
 out:

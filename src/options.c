@@ -67,6 +67,8 @@ static const flag table[] = {
     {"time-budget", REAL, AT(time_budget), "0", NULL, 0, 1e9, "s", "stop by itself after so long, resumable; 0: never"},
     {"stop-file", TEXT, AT(stop_file), NULL, NULL, 0, 0, "PATH", "stop, resumable, once this file exists"},
     {"lock-wait", REAL, AT(lock_wait), "30", NULL, 0, 1e6, "s", "wait so long for what a killed run left behind"},
+    {"timeout", REAL, AT(timeout), "300", NULL, 0, 1e6, "s",
+     "end the job once no rank has moved for so long (four times in loading and publishing); 0: never"},
     {"progress", CHOICE, AT(progress), "auto", "auto|bar|lines|off", 0, 0, "", "on stderr, by rank 0"},
 };
 enum { FLAGS = sizeof table / sizeof *table };

@@ -30,7 +30,7 @@ typedef struct options {
     double atlas_coverage, atlas_share, atlas_mass;
     int32_t resume;
     bool strict, trace, dry_run;
-    double commit_every, publish_every, time_budget, lock_wait;
+    double commit_every, publish_every, time_budget, lock_wait, timeout;
     const char *stop_file;
 } options;
 

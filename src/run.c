@@ -8,6 +8,7 @@
 #include "src/resume.h"
 #include "src/stage.h"
 #include "src/stop.h"
+#include "src/watch.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,6 +19,7 @@
 typedef struct job {
     const options *o;
     world *w;
+    watch watch;
     stage stage;
     feed_rule feed_rule;
     feed *feed;
@@ -173,6 +175,8 @@ static status open_job(job *j, const char *command_line)
     }
     TRY(w->agree(w, st));
     TRY(w->bcast(w, &j->session, sizeof j->session, 0));
+    j->stage.heart = &j->watch.heart;
+    TRY(w->agree(w, watch_open(&j->watch, j->dir)));
     TRY(w->agree(w, stage_load(&j->stage)));
     if (w->rank == 0) {
         json_t *loaded = stage_json(&j->stage); /* it knows the device now */
@@ -467,7 +471,9 @@ static status decode(job *j)
     }
     j->started = j->committed = j->published = now();
     TRY(b->laps(b, ignored));
+    heartbeat_stage(&j->watch.heart, WATCH_RUN);
     for (;;) {
+        heartbeat_iteration(&j->watch.heart, j->counters.forwards);
         TRY(deal_rows(j));
         TRY(fill_slots(j));
         set_pulse(j);
@@ -488,7 +494,9 @@ static status decode(job *j)
         if (now() - j->committed >= o->commit_every)
             TRY(commit(j));
         if (w->rank == 0 && o->publish_every > 0 && now() - j->published >= o->publish_every) {
+            heartbeat_stage(&j->watch.heart, WATCH_PUBLISH);
             TRY(results_publish(o->out, j->dir, NULL, "partial"));
+            heartbeat_stage(&j->watch.heart, WATCH_RUN);
             j->published = now();
         }
     }
@@ -503,6 +511,7 @@ static status finish(job *j)
 {
     status st = OK;
     world *w = j->w;
+    heartbeat_stage(&j->watch.heart, WATCH_PUBLISH);
     if (w->rank == 0) {
         progress_close(j->progress);
         j->progress = NULL;
@@ -527,6 +536,7 @@ out:
 
 static void close_job(job *j)
 {
+    watch_close(&j->watch);
     progress_close(j->progress);
     for (int32_t i = 0; j->flight && i < j->stage.slot_count; i++)
         flight_clear(&j->flight[i]);
@@ -551,6 +561,7 @@ status run(const options *o, world *w, const char *command_line, bool *together)
     status st = OK;
     job j = {.o = o, .w = w, .lock = -1, .born = now()};
     *together = true;
+    watch_alarm(&j.watch, w, o->timeout, o->lock_wait);
     TRY(open_job(&j, command_line));
     if (o->dry_run)
         goto out;

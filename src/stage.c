@@ -115,6 +115,7 @@ status stage_load(stage *s)
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     int threads = o->threads ? o->threads : cores > w->local_size ? (int)(cores / w->local_size) : 1;
     TRY(backend_cpu_open(&s->backend, threads));
+    s->weight_rule.heart = s->heart;
     TRY(weights_open(&s->weights, &s->config, o->model, s->backend, &s->weight_rule));
     executor_rule most = s->rule;
     most.slot_count = s->most_slots;
@@ -128,6 +129,7 @@ status stage_load(stage *s)
     else
         TRY(lane_mpi_open(&s->lane, &lr, s->backend, w));
     TRY(executor_open(&s->executor, &s->rule, &s->config, s->weights, s->backend, s->lane));
+    s->executor->heart = s->heart;
 out:
     return st;
 }

@@ -16,6 +16,7 @@
 typedef struct stage {
     const options *options;
     world *world;
+    heartbeat *heart;               /* set before stage_load; NULL: nobody listens */
     model_config config;
     tokenizer *tokenizer;
     chat_template *chat;

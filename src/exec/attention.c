@@ -14,7 +14,7 @@ status attention_layer(executor *x, int layer)
     TRY(b->matmul(b, &v->y, &v->attended, &w->out));
     TRY(b->add(b, &v->x, &v->y));
     TRY(b->norm(b, &v->h, &v->x, &w->post_norm, x->config->norm_eps));
-    TRY(b->mark(b, PHASE_ATTENTION));
+    TRY(executor_mark(x, layer, PHASE_ATTENTION));
 out:
     return st;
 }

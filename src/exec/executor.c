@@ -216,6 +216,13 @@ void executor_release(executor *x, int index)
     pages_release(&x->pages, index);
 }
 
+status executor_mark(executor *x, int layer, phase p)
+{
+    if (x->heart)
+        heartbeat_phase(x->heart, layer, p);
+    return x->backend->mark(x->backend, p);
+}
+
 status executor_forward(executor *x)
 {
     status st = OK;
@@ -224,7 +231,7 @@ status executor_forward(executor *x)
     int sparse = 0;
     TRY(b->rows(b, &x->batch, &x->slots, &x->plans, &x->rule.block));
     TRY(b->embed(b, &v->x, &x->weights->embed, &x->batch.token));
-    TRY(b->mark(b, PHASE_DECODE));
+    TRY(executor_mark(x, -1, PHASE_DECODE));
     for (int l = 0; l < x->config->layers; l++) {
         TRY(attention_layer(x, l));
         if (x->weights->layer[l].sparse)
@@ -235,9 +242,9 @@ status executor_forward(executor *x)
     TRY(b->pack(b, &v->h_live, &v->x, &x->batch.live));
     TRY(b->norm(b, &v->n_live, &v->h_live, &x->weights->norm, x->config->norm_eps));
     TRY(b->head(b, &v->best, &v->n_live, &x->weights->head, x->rule.block.mask_id));
-    TRY(b->mark(b, PHASE_HEAD));
+    TRY(executor_mark(x, -1, PHASE_HEAD));
     TRY(b->commit(b, &x->slots, &v->best, &x->batch, &x->plans, &x->rule.block));
-    TRY(b->mark(b, PHASE_DECODE));
+    TRY(executor_mark(x, -1, PHASE_DECODE));
 out:
     return st;
 }

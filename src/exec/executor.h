@@ -5,6 +5,7 @@
 
 #include "src/backend.h"
 #include "src/base/arena.h"
+#include "src/base/watchdog.h"
 #include "src/exec/kv.h"
 #include "src/lane.h"
 #include "src/model/config.h"
@@ -35,6 +36,7 @@ typedef struct executor {
     const weights *weights;
     backend *backend;
     lane *lane;
+    heartbeat *heart;      /* beats with every phase of a layer; NULL, as opened: nobody listens */
     attention_rule attention;
     route_rule route;
     slots slots;
@@ -71,6 +73,9 @@ void executor_release(executor *x, int index);
 status executor_forward(executor *x);
 /* What each slot did in the newest forward [slot_count]; waits for it. */
 status executor_reports(executor *x, slot_report *out);
+
+/* What was enqueued since the last mark was this phase's; layer -1: of no layer. */
+status executor_mark(executor *x, int layer, phase p);
 
 /* The two halves of a layer (attention.c, moe.c); `sparse` counts sparse layers from 0. */
 status attention_layer(executor *x, int layer);

@@ -24,7 +24,7 @@ status dense_layer(executor *x, int layer)
     const layer_weights *w = &x->weights->layer[layer];
     TRY(mlp(x, &x->a.y, &w->gate_up, &w->down));
     TRY(x->backend->add(x->backend, &x->a.x, &x->a.y));
-    TRY(x->backend->mark(x->backend, PHASE_SHARED));
+    TRY(executor_mark(x, layer, PHASE_SHARED));
 out:
     return st;
 }
@@ -38,27 +38,27 @@ status moe_layer(executor *x, int layer, int sparse)
     const block_rule *k = &x->rule.block;
     lane_load here;
     TRY(b->pack(b, &v->x_fresh, &v->h, &x->batch.fresh));
-    TRY(b->mark(b, PHASE_MERGE));
+    TRY(executor_mark(x, layer, PHASE_MERGE));
     TRY(b->matmul(b, &v->z, &v->x_fresh, &w->router));
-    TRY(b->mark(b, PHASE_ROUTE));
+    TRY(executor_mark(x, layer, PHASE_ROUTE));
     TRY(b->support(b, &x->plans, sparse, &v->z, &w->router_bias, &x->batch, &x->slots, &x->route, &x->rule.atlas, k));
-    TRY(b->mark(b, PHASE_COVERAGE));
+    TRY(executor_mark(x, layer, PHASE_COVERAGE));
     TRY(b->route(b, &v->ids, &v->weights, &v->z, &w->router_bias, &x->plans, sparse, &x->batch, &x->slots, &x->route, k));
-    TRY(b->mark(b, PHASE_ROUTE));
+    TRY(executor_mark(x, layer, PHASE_ROUTE));
     TRY(x->lane->dispatch(x->lane, &here, &v->x_fresh, &v->ids, &v->weights));
-    TRY(b->mark(b, PHASE_DISPATCH));
+    TRY(executor_mark(x, layer, PHASE_DISPATCH));
     TRY(b->experts(b, &here.y, &here.x, &here.ids, &here.weights, &w->experts));
-    TRY(b->mark(b, PHASE_EXPERTS));
+    TRY(executor_mark(x, layer, PHASE_EXPERTS));
     TRY(x->lane->combine(x->lane, &v->y_fresh, &here));
-    TRY(b->mark(b, PHASE_COMBINE));
+    TRY(executor_mark(x, layer, PHASE_COMBINE));
     TRY(b->merge(b, &v->y_shard, &v->y_fresh, &x->decoded_cache, sparse, &x->batch, &x->slots, k));
-    TRY(b->mark(b, PHASE_MERGE));
+    TRY(executor_mark(x, layer, PHASE_MERGE));
     if (w->shared_gate_up.data) {
         TRY(mlp(x, &v->y, &w->shared_gate_up, &w->shared_down));
         TRY(b->add(b, &v->y_shard, &v->y));
     }
     TRY(b->add(b, &v->x, &v->y_shard));
-    TRY(b->mark(b, PHASE_SHARED));
+    TRY(executor_mark(x, layer, PHASE_SHARED));
 out:
     return st;
 }

@@ -340,6 +340,8 @@ static status copy_all(loading *g, backend *b)
             const char *from = p->data + (size_t)at * row_bytes;
             TRY(b->upload(b, &to, from, p->from->type));
             safetensors_done(g->s, from, (size_t)rows * row_bytes);
+            if (g->r->heart)
+                heartbeat_beat(g->r->heart);
         }
     }
 out:

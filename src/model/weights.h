@@ -4,6 +4,7 @@
 
 #include "src/backend.h"
 #include "src/base/arena.h"
+#include "src/base/watchdog.h"
 #include "src/model/config.h"
 
 typedef struct layer_weights {
@@ -32,6 +33,7 @@ typedef struct weight_rule {
                                        router are always F32 */
     const sum_tree *tree;
     int32_t rank;
+    heartbeat *heart;               /* beats with every piece copied; NULL: nobody listens */
 } weight_rule;
 
 /* The dtype (F32, F16 or BF16) of most of the checkpoint's matrices, counted by elements. BAD_INPUT as

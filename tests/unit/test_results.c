@@ -1142,6 +1142,105 @@ static void test_lock(void **state)
     assert_int_equal(s.left, 7);
 }
 
+/* ---- a session under other settings keeps some rows, at other places */
+
+static void assert_kept(int session, const result_kept *kept, int64_t count)
+{
+    results_state s;
+    assert_ok(results_scan(&s, out_dir));
+    assert_int_equal(s.sessions, session);
+    assert_ok(results_keep(out_dir, session, kept, count));
+    assert_ok(results_drop(&s, out_dir, session));
+    assert_int_equal(s.done + s.failed, count);
+    results_scan_close(&s);
+    assert_ok(results_begin(out_path, out_dir, "{\"rows_total\":8}", session));
+}
+
+static void test_keep(void **state)
+{
+    (void)state;
+    results_state s;
+    results_file *f;
+    result_row r;
+    made m;
+    journal *j;
+    write_rows(0, 0, 0, 6, 1); /* 5 failed */
+    assert_ok(journal_open(&j, out_dir, 1, 0));
+    assert_ok(journal_row(j, make(&m, 7, 0)));
+    assert_ok(journal_iteration(j, &(result_iteration){.order = 7, .block = 3}));
+    assert_ok(journal_iteration(j, &(result_iteration){.order = 2, .block = 4})); /* of a row that it did not finish */
+    assert_ok(journal_commit(j, NULL));
+    journal_close(j);
+    char id[3][32];
+    result_kept kept[3];
+    for (int i = 0; i < 3; i++) { /* rows 7, 1 and 4 become the first three */
+        static const int from[] = {7, 1, 4};
+        const result_row *k = make(&m, from[i], 0);
+        snprintf(id[i], sizeof id[i], "%s", k->id);
+        kept[i] = (result_kept){k->dataset, id[i], 0, i, 100 + i};
+    }
+    assert_kept(1, kept, 3);
+    assert_ok(results_scan(&s, out_dir)); /* the session has no journal yet: nothing is lost */
+    assert_int_equal(s.done + s.failed, 7);
+    results_scan_close(&s);
+    assert_ok(results_keep(out_dir, 1, NULL, 0)); /* and another run may begin it otherwise */
+    assert_ok(results_scan(&s, out_dir));
+    assert_ok(results_drop(&s, out_dir, 1));
+    assert_int_equal(s.done, 6);
+    assert_int_equal(s.failed, 1);
+    results_scan_close(&s);
+
+    assert_kept(1, kept, 3);
+    assert_ok(journal_open(&j, out_dir, 0, 1));
+    result_row *again = make(&m, 0, 0);
+    again->order = 3;
+    again->text = "again";
+    assert_ok(journal_row(j, again));
+    assert_ok(journal_commit(j, NULL));
+    journal_close(j);
+    assert_ok(results_scan(&s, out_dir));
+    assert_int_equal(s.done, 4);
+    assert_int_equal(s.failed, 0);
+    make(&m, 4, 0);
+    assert_true(results_row(&r, &s, m.row.dataset, m.id, 0));
+    assert_int_equal(r.order, 2);
+    assert_int_equal(r.source_line, 102);
+    make(&m, 3, 0);
+    assert_false(results_done(&s, m.row.dataset, m.id, 0));
+    results_scan_close(&s);
+    assert_ok(results_publish(out_path, out_dir, NULL, "complete"));
+    assert_ok(results_read(&f, out_path));
+    assert_int_equal(f->rows, 4);
+    assert_string_equal(f->output[0].row.id, id[0]);
+    assert_string_equal(f->output[1].row.id, id[1]);
+    assert_int_equal(f->output[1].row.source_line, 101);
+    assert_string_equal(f->output[3].row.text, "again");
+    assert_int_equal(f->output[3].session, 1);
+    assert_int_equal(f->iterations, 1); /* it moved with its row */
+    assert_int_equal(f->iteration[0].output_row, 0);
+    assert_int_equal(f->iteration[0].at.block, 3);
+    results_close(f);
+
+    assert_kept(2, kept, 0); /* none stay */
+    assert_ok(journal_open(&j, out_dir, 0, 2));
+    journal_close(j);
+    assert_ok(results_scan(&s, out_dir));
+    assert_int_equal(s.done + s.failed, 0);
+    results_scan_close(&s);
+    char file[600];
+    snprintf(file, sizeof file, "%s/s0002.keep", out_dir);
+    FILE *bad = fopen(file, "w");
+    assert_non_null(bad);
+    fputs("[1]", bad);
+    fclose(bad);
+    assert_ok(journal_open(&j, out_dir, 0, 3));
+    assert_ok(journal_row(j, make(&m, 1, 0)));
+    assert_ok(journal_commit(j, NULL));
+    journal_close(j);
+    assert_says(results_scan(&s, out_dir), BAD_INPUT, "s0002.keep: entry 0 is no row; use the program that wrote it");
+    results_scan_close(&s);
+}
+
 /* ---- messages that nothing above provokes */
 
 static void test_messages(void **state)
@@ -1265,6 +1364,7 @@ int main(int argc, char **argv)
                                        TEST(test_foreign_journals),
                                        TEST(test_three_sessions),
                                        TEST(test_trace),
+                                       TEST(test_keep),
                                        TEST(test_audit_and_observations),
                                        TEST(test_recover),
                                        TEST(test_recovery_refused),

@@ -1,5 +1,6 @@
 /* From the journals of a folder to one file: rows in input order, each key once. */
 #include "results/private.h"
+#include "src/base/fault.h"
 
 #include <limits.h>
 #include <stdio.h>
@@ -344,6 +345,7 @@ status results_write(const char *file, const results_file *f)
         FAIL(BAD_INPUT, "%s: the path is too long", file);
     made = true;
     TRY(hdf5_write(tmp, f));
+    fault_point("publish");
     TRY(file_settle(tmp, file));
     made = false;
 out:

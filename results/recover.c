@@ -24,10 +24,10 @@ static status each_journal(int *count, const char *dir, bool remove)
     if (!d)
         FAIL(BAD_INPUT, "%s: the folder cannot be read: %s", dir, strerror(errno));
     for (struct dirent *e; (e = readdir(d));) {
-        if (!journal_of_name(e->d_name, &session, &rank))
-            continue;
-        ++*count;
-        if (!remove)
+        const char *dot = strrchr(e->d_name, '.');
+        bool is_journal = journal_of_name(e->d_name, &session, &rank);
+        *count += is_journal;
+        if (!remove || !(is_journal || (dot && strcmp(dot, ".keep") == 0)))
             continue;
         TRY(path_of(file, sizeof file, dir, e->d_name));
         if (unlink(file) < 0)

@@ -3,6 +3,7 @@
 #include "results/report.h"
 #include "results/score_file.h"
 #include "results/standing.h"
+#include "src/base/fault.h"
 #include "src/options.h"
 #include "src/run.h"
 #include "src/stop.h"
@@ -56,6 +57,7 @@ static int run_command(int argc, char **argv)
     options o;
     bool help, together = true;
     stop_listen();
+    fault_point("start");
     status st = world_mpi_open(&w, &argc, &argv);
     if (st != OK) {
         fprintf(stderr, "epoch: %s\n", status_message());

@@ -1,6 +1,7 @@
 #include "src/run.h"
 
 #include "results/results.h"
+#include "src/base/fault.h"
 #include "src/feed.h"
 #include "src/flight.h"
 #include "src/plan/scheduler.h"
@@ -153,6 +154,7 @@ static status open_job(job *j, const char *command_line)
     const options *o = j->o;
     char *text = NULL;
     TRY(w->agree(w, stage_check(&j->stage, o, w)));
+    fault_point("check");
     j->feed_rule = (feed_rule){.data = o->data,
                                .data_count = o->data_count,
                                .dataset = {.prompt_field = o->prompt_field, .limit = o->limit},
@@ -177,6 +179,7 @@ static status open_job(job *j, const char *command_line)
     TRY(w->bcast(w, &j->session, sizeof j->session, 0));
     j->stage.heart = &j->watch.heart;
     TRY(w->agree(w, watch_open(&j->watch, j->dir)));
+    fault_point("load");
     TRY(w->agree(w, stage_load(&j->stage)));
     if (w->rank == 0) {
         json_t *loaded = stage_json(&j->stage); /* it knows the device now */
@@ -188,6 +191,7 @@ static status open_job(job *j, const char *command_line)
             st = results_lock_share(j->lock);
     }
     TRY(w->agree(w, st));
+    fault_point("begin");
     st = w->rank == 0 ? OK : results_lock(&j->lock, j->dir, false, o->lock_wait);
     if (st == OK && w->rank != 0)
         st = results_scan(&j->done, j->dir);
@@ -195,6 +199,7 @@ static status open_job(job *j, const char *command_line)
         st = results_drop(&j->done, j->dir, j->session);
     TRY(w->agree(w, st));
     st = journal_open(&j->journal, j->dir, w->rank, j->session);
+    fault_point("open");
     size_t n = (size_t)j->stage.slot_count;
     j->flight = calloc(n + 1, sizeof *j->flight);
     j->report = calloc(n + 1, sizeof *j->report);
@@ -308,6 +313,8 @@ static status fill_slots(job *j)
             }
             f->started = now();
             TRY(executor_admit(x, i, f->prompt.id, (int32_t)f->prompt.count, f->end));
+            if (f->row->order == fault_row())
+                x->spoiled = i;
         }
     }
 out:
@@ -340,6 +347,8 @@ static status land(job *j, int32_t index, const char *why)
     char *text = NULL;
     size_t bytes;
     executor_release(j->stage.executor, index);
+    if (f->row->order == fault_row())
+        j->stage.executor->spoiled = -1;
     TRY(tokenizer_decode(j->stage.tokenizer, &text, &bytes, f->answer.id, f->answer.count, true));
     if (why) {
         char message[600];
@@ -442,7 +451,9 @@ static status commit(job *j)
     j->counters.bytes_dispatched += t.bytes_dispatched;
     j->counters.bytes_combined += t.bytes_combined;
     j->counters.wall_seconds = now() - j->started;
+    fault_point("commit");
     TRY(journal_commit(j->journal, &j->counters));
+    fault_point("committed");
     j->committed = now();
 out:
     return st;
@@ -474,6 +485,7 @@ static status decode(job *j)
     heartbeat_stage(&j->watch.heart, WATCH_RUN);
     for (;;) {
         heartbeat_iteration(&j->watch.heart, j->counters.forwards);
+        fault_point("forward");
         TRY(deal_rows(j));
         TRY(fill_slots(j));
         set_pulse(j);
@@ -519,6 +531,7 @@ static status finish(job *j)
         if (st == OK)
             st = progress_table(j->o->out, j->total);
     }
+    fault_point("published");
     TRY(w->agree(w, st));
     int64_t mine = j->failed, *all = calloc((size_t)w->size, sizeof *all), sum = 0;
     if (!all)

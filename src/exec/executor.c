@@ -1,5 +1,6 @@
 #include "src/exec/executor.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -137,6 +138,7 @@ status executor_open(executor **out, const executor_rule *r, const model_config 
     x->weights = w;
     x->backend = b;
     x->lane = l;
+    x->spoiled = -1;
     x->attention = (attention_rule){.heads = c->heads,
                                     .kv_heads = c->kv_heads,
                                     .head_dim = c->head_dim,
@@ -223,6 +225,19 @@ status executor_mark(executor *x, int layer, phase p)
     return x->backend->mark(x->backend, p);
 }
 
+#ifdef EPOCH_FAULTS
+/* In host memory alone. */
+static void spoil(executor *x)
+{
+    const int32_t *slot_of = x->batch.slot.data;
+    for (int64_t i = 0; i < *x->batch.slot.used; i++)
+        for (int64_t k = 0; slot_of[i] == x->spoiled && k < x->a.x.cols; k++)
+            ((float *)x->a.x.data)[i * x->a.x.ld + k] = NAN;
+}
+#else
+#define spoil(x) ((void)0)
+#endif
+
 status executor_forward(executor *x)
 {
     status st = OK;
@@ -231,6 +246,7 @@ status executor_forward(executor *x)
     int sparse = 0;
     TRY(b->rows(b, &x->batch, &x->slots, &x->plans, &x->rule.block));
     TRY(b->embed(b, &v->x, &x->weights->embed, &x->batch.token));
+    spoil(x);
     TRY(executor_mark(x, -1, PHASE_DECODE));
     for (int l = 0; l < x->config->layers; l++) {
         TRY(attention_layer(x, l));

@@ -2,6 +2,7 @@
 
 #include "src/model/safetensors.h"
 
+#include "src/base/hash.h"
 #include "src/base/json.h"
 
 #include <errno.h>
@@ -354,13 +355,18 @@ void safetensors_done(const safetensors *s, const void *data, size_t bytes)
 
 uint64_t safetensors_hash(const safetensors *s)
 {
-    uint64_t hash = 14695981039346656037u; /* FNV-1a */
+    enum { SAMPLES = 64, SAMPLE_BYTES = 64 };
+    uint64_t hash = HASH_START;
     for (int i = 0; i < s->file_count; i++) {
         const mapped *m = &s->file[i];
-        for (size_t k = 0; k < m->data_at; k++)
-            hash = (hash ^ (unsigned char)m->base[k]) * 1099511628211u;
-        for (int k = 0; k < 64; k += 8)
-            hash = (hash ^ (m->size >> k & 255)) * 1099511628211u;
+        size_t data = m->size - m->data_at, bytes = data < SAMPLE_BYTES ? data : SAMPLE_BYTES;
+        unsigned char size[8];
+        for (int k = 0; k < 8; k++)
+            size[k] = (unsigned char)(m->size >> 8 * k);
+        hash = hash_bytes(hash, m->base, m->data_at);
+        hash = hash_bytes(hash, size, sizeof size);
+        for (size_t k = 0; k < SAMPLES; k++)
+            hash = hash_bytes(hash, m->base + m->data_at + (data - bytes) / (SAMPLES - 1) * k, bytes);
     }
     return hash;
 }

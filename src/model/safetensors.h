@@ -40,8 +40,8 @@ const stored_tensor *safetensors_at(const safetensors *s, int index);
  * on the same pages are read again when touched). */
 void safetensors_done(const safetensors *s, const void *data, size_t bytes);
 
-/* 64-bit hash over all headers (names, shapes, offsets) and file sizes: what the results file records of a checkpoint
- * together with config.json's. Cheap: it reads no weights. */
+/* 64-bit hash over all headers (names, shapes, offsets), file sizes, and samples of the weights spread over each file:
+ * what the results file records of a checkpoint. Cheap: 64 pages a file, so a change of few weights may stay unseen. */
 uint64_t safetensors_hash(const safetensors *s);
 
 #endif

@@ -1,0 +1,20 @@
+/* Faults on purpose, for the tests of jobs that survive. Only the test program `epoch_faults` has them; elsewhere the
+ * points are nothing.
+ *
+ *   EPOCH_FAULT=POINT:RANK:SIGNAL[:COUNT]  the process of RANK (of every rank: *) sends itself SIGNAL, or mpirun -SIGNAL,
+ *                                          when it passes POINT for the COUNT-th time (1)
+ *   EPOCH_FAULT_ROW=ORDER                  the row of that order gets activations that are no numbers */
+#ifndef EPOCH_BASE_FAULT_H
+#define EPOCH_BASE_FAULT_H
+
+#include <stdint.h>
+
+#ifdef EPOCH_FAULTS
+void fault_point(const char *point);
+int64_t fault_row(void); /* -1: none */
+#else
+#define fault_point(point) ((void)0)
+#define fault_row() ((int64_t)-1)
+#endif
+
+#endif

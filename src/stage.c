@@ -78,14 +78,70 @@ out:
     return st;
 }
 
+#ifdef EPOCH_CUDA
+static int gpus(void)
+{
+    return backend_cuda_devices();
+}
+
+static status open_cuda(stage *s)
+{
+    return backend_cuda_open(&s->backend, s->world->local_rank);
+}
+
+static status open_cuda_lane(stage *s, const lane_rule *r)
+{
+    return lane_self_cuda_open(&s->lane, r, s->backend);
+}
+#else /* never asked for: check_device refuses it */
+static int gpus(void)
+{
+    return 0;
+}
+
+static status open_cuda(stage *s)
+{
+    (void)s;
+    return FAILED;
+}
+
+static status open_cuda_lane(stage *s, const lane_rule *r)
+{
+    (void)s;
+    (void)r;
+    return FAILED;
+}
+#endif
+
+/* auto: a GPU where there is one and this job can use it. */
+static status check_device(stage *s)
+{
+    status st = OK;
+    const options *o = s->options;
+    int size = s->world->size;
+#ifndef EPOCH_CUDA
+    if (o->device == DEVICE_CUDA)
+        FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA (-DEPOCH_CUDA=ON)");
+#endif
+    if (o->device == DEVICE_CUDA && size > 1)
+        FAIL(BAD_INPUT, "--device cuda runs on one rank, there are %d: want mpirun -np 1, or --device cpu", size);
+    if (o->device == DEVICE_CUDA && o->transport == TRANSPORT_MPI)
+        FAIL(BAD_INPUT, "--transport mpi carries rows in host memory: want --transport self with --device cuda");
+    s->cuda = o->device == DEVICE_CUDA ||
+              (o->device == DEVICE_AUTO && size == 1 && o->transport != TRANSPORT_MPI && o->weights != WEIGHTS_F32 && gpus() > 0);
+    if (s->cuda && o->weights == WEIGHTS_F32)
+        FAIL(BAD_INPUT, "--weights f32 with --device cuda: matrices are BF16 there");
+out:
+    return st;
+}
+
 status stage_check(stage *s, const options *o, world *w)
 {
     status st = OK;
     *s = (stage){.options = o, .world = w};
     safetensors *files = NULL;
     dtype stored;
-    if (o->device == DEVICE_CUDA)
-        FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA");
+    TRY(check_device(s));
     if (o->placement == PLACEMENT_TP)
         FAIL(BAD_INPUT, "--placement tp is not supported; want dp");
     if (o->transport == TRANSPORT_SELF && w->size > 1)
@@ -98,9 +154,9 @@ status stage_check(stage *s, const options *o, world *w)
     TRY(safetensors_open(&files, o->model));
     s->checkpoint_hash = safetensors_hash(files);
     TRY(weights_dtype(&stored, o->model));
-    s->weight_rule = (weight_rule){.matrices = F32, .tree = s->tree, .rank = w->rank};
+    s->weight_rule = (weight_rule){.matrices = s->cuda ? BF16 : F32, .tree = s->tree, .rank = w->rank};
     bool fits = (double)weights_bytes(&s->config, &s->weight_rule) <= WIDEN_MOST;
-    if (o->weights == WEIGHTS_STORED || (o->weights == WEIGHTS_AUTO && !fits))
+    if (!s->cuda && (o->weights == WEIGHTS_STORED || (o->weights == WEIGHTS_AUTO && !fits)))
         s->weight_rule.matrices = stored;
 out:
     safetensors_close(files);
@@ -114,7 +170,7 @@ status stage_load(stage *s)
     world *w = s->world;
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     int threads = o->threads ? o->threads : cores > w->local_size ? (int)(cores / w->local_size) : 1;
-    TRY(backend_cpu_open(&s->backend, threads));
+    TRY(s->cuda ? open_cuda(s) : backend_cpu_open(&s->backend, threads));
     s->weight_rule.heart = s->heart;
     TRY(weights_open(&s->weights, &s->config, o->model, s->backend, &s->weight_rule));
     executor_rule most = s->rule;
@@ -124,7 +180,9 @@ status stage_load(stage *s)
                     .max_rows = executor_max_rows(&most),
                     .tree = s->tree,
                     .payload = s->backend->activation};
-    if (w->size == 1 && o->transport != TRANSPORT_MPI)
+    if (s->cuda)
+        TRY(open_cuda_lane(s, &lr));
+    else if (w->size == 1 && o->transport != TRANSPORT_MPI)
         TRY(lane_self_open(&s->lane, &lr, s->backend));
     else
         TRY(lane_mpi_open(&s->lane, &lr, s->backend, w));
@@ -163,7 +221,7 @@ void stage_print(const stage *s, FILE *to)
         wr.rank = rank;
         r.page_count = s->rule.slot_count ? (int32_t)((int64_t)s->rule.page_count * slot_count / s->rule.slot_count) : 0;
         r.slot_count = slot_count;
-        executor_sizes z = executor_measure(&r, c, F32);
+        executor_sizes z = executor_measure(&r, c, s->cuda ? BF16 : F32);
         char run[32];
         snprintf(run, sizeof run, "%d-%d", s->tree->rank_first[rank], s->tree->rank_first[rank + 1] - 1);
         fprintf(to, "%5d %12s %6d %12.1f %12.1f %12.1f %12.1f\n", rank, run, slot_count, (double)weights_bytes(c, &wr) / 1e6,
@@ -180,7 +238,7 @@ json_t *stage_json(const stage *s)
     bool shares = plan_shares(k);
     json_t *j = json_pack(
         "{s:s, s:s, s:s, s:i, s:s, s:s, s:s, s:s}", "model", s->options->model, "model_config", s->config.json ? s->config.json : "",
-        "model_hash", hash, "mpi_size", s->world->size, "device", s->backend ? s->backend->name : "cpu", "transport",
+        "model_hash", hash, "mpi_size", s->world->size, "device", s->cuda ? "cuda" : "cpu", "transport",
         s->lane ? s->lane->name : "", "weights_dtype", dtype_name(s->weight_rule.matrices), "outputs_depend_on",
         shares ? "batch, ranks" : "checkpoint and settings alone");
     json_object_set_new(j, "rules",

@@ -22,6 +22,7 @@ typedef struct stage {
     chat_template *chat;
     uint64_t checkpoint_hash;
     int32_t slot_count, most_slots; /* of this rank, and of the rank that has most */
+    bool cuda;                      /* what computes: the CUDA backend, or the CPU */
     executor_rule rule;
     weight_rule weight_rule;
     sum_tree *tree;

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# All tests that need no GPU and few minutes: set-up, the optimised build with every test, then a build under the address
+# and undefined-behaviour sanitizers with the unit tests and a small run. The last line counts both; so does the exit code.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+. jobs/local.sh
+passed=0 failed=0 skipped=0
+
+verdict() {
+    [ $skipped -gt 0 ] && echo "$skipped skipped, each with its reason above"
+    echo "$passed passed, $failed failed"
+    [ $failed -eq 0 ] && [ $passed -gt 0 ]
+    exit
+}
+must() { # a step without which nothing can be tested
+    "$@" && return
+    echo "failed: $*" >&2
+    failed=$((failed + 1))
+    verdict
+}
+count() { sed -n "0,/ $2=\"/s/.* $2=\"\([0-9]*\)\".*/\1/p" "$1"; } # an attribute of the report's first element
+suite() { # suite PRESET REPORT: runs its tests and adds them up
+    rm -f "$2"
+    ctest --preset "$1" --parallel "$(nproc)" --no-tests=error --output-junit "$2"
+    local rc=$? tests bad skip
+    if [ ! -s "$2" ]; then
+        failed=$((failed + 1))
+        return
+    fi
+    tests=$(count "$2" tests) bad=$(count "$2" failures) skip=$(count "$2" skipped)
+    [ $rc -ne 0 ] && [ "$bad" -eq 0 ] && bad=1
+    passed=$((passed + tests - bad - skip)) failed=$((failed + bad)) skipped=$((skipped + skip))
+}
+
+must bash jobs/setup.sh --tests -DEPOCH_WERROR=ON
+suite cpu "$PWD/build/tests.xml"
+must cmake --preset debug -DEPOCH_WERROR=ON
+must cmake --build --preset debug
+suite debug "$PWD/build-debug/tests.xml"
+verdict

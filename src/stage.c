@@ -158,6 +158,7 @@ status stage_check(stage *s, const options *o, world *w)
     bool fits = (double)weights_bytes(&s->config, &s->weight_rule) <= WIDEN_MOST;
     if (!s->cuda && (o->weights == WEIGHTS_STORED || (o->weights == WEIGHTS_AUTO && !fits)))
         s->weight_rule.matrices = stored;
+    TRY(weights_check(&s->config, o->model, &s->weight_rule));
 out:
     safetensors_close(files);
     return st;

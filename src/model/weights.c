@@ -37,7 +37,7 @@ typedef struct copy {
 typedef struct loading {
     const model_config *c;
     const weight_rule *r;
-    const safetensors *s;
+    safetensors *s;
     const char *dir;
     bool *known; /* by index of the stored tensor: it has a place in the model */
     copy *plan;
@@ -348,34 +348,59 @@ out:
     return st;
 }
 
+/* Reads the headers, measures this rank's share and checks every tensor; nothing of the backend's memory is taken. */
+static status prepare(loading *g, weights **out)
+{
+    status st = OK;
+    weights *w = NULL;
+    assert(g->r->tree->experts == g->c->experts);
+    TRY(safetensors_open(&g->s, g->dir));
+    g->known = calloc((size_t)safetensors_count(g->s) + 1, sizeof *g->known);
+    *out = w = calloc(1, sizeof *w);
+    if (!g->known || !w)
+        FAIL(FAILED, "out of memory");
+    w->layer_count = g->c->layers;
+    w->layer = calloc((size_t)g->c->layers, sizeof *w->layer);
+    if (!w->layer)
+        FAIL(FAILED, "out of memory");
+    w->arena = (arena){.name = "weights"};
+    lay(w, &w->arena, g->c, g->r);
+    TRY(plan(g, w));
+    w->bytes = w->arena.used;
+out:
+    return st;
+}
+
+static void end_loading(loading *g)
+{
+    safetensors_close(g->s);
+    free(g->known);
+    free(g->plan);
+}
+
+status weights_check(const model_config *c, const char *dir, const weight_rule *r)
+{
+    weights *w = NULL;
+    loading g = {.c = c, .r = r, .dir = dir};
+    status st = prepare(&g, &w);
+    weights_close(w);
+    end_loading(&g);
+    return st;
+}
+
 status weights_open(weights **out, const model_config *c, const char *dir, backend *b, const weight_rule *r)
 {
     status st = OK;
-    safetensors *s = NULL;
     weights *w = NULL;
     loading g = {.c = c, .r = r, .dir = dir};
     void *slab;
     *out = NULL;
-    assert(r->tree->experts == c->experts);
-    TRY(safetensors_open(&s, dir));
-    g.s = s;
-    g.known = calloc((size_t)safetensors_count(s) + 1, sizeof *g.known);
-    w = calloc(1, sizeof *w);
-    if (!g.known || !w)
-        FAIL(FAILED, "out of memory");
-    w->owner = b;
-    w->layer_count = c->layers;
-    w->layer = calloc((size_t)c->layers, sizeof *w->layer);
-    if (!w->layer)
-        FAIL(FAILED, "out of memory");
-    w->arena = (arena){.name = "weights"};
-    lay(w, &w->arena, c, r);
-    TRY(plan(&g, w));
-    w->bytes = w->arena.used;
+    TRY(prepare(&g, &w));
     st = b->reserve(b, &slab, w->bytes);
     if (st != OK)
         FAIL(st, "weights: no room for this rank's %zu bytes (on more ranks each holds fewer experts): %s", w->bytes,
              status_message());
+    w->owner = b;
     w->arena = (arena){.name = "weights", .slab = slab, .bytes = w->bytes};
     lay(w, &w->arena, c, r);
     TRY(copy_all(&g, b));
@@ -383,9 +408,7 @@ status weights_open(weights **out, const model_config *c, const char *dir, backe
     w = NULL;
 out:
     weights_close(w);
-    safetensors_close(s);
-    free(g.known);
-    free(g.plan);
+    end_loading(&g);
     return st;
 }
 

@@ -43,6 +43,9 @@ status weights_dtype(dtype *out, const char *dir);
 /* Bytes this rank would hold: exactly what weights_open reserves. */
 size_t weights_bytes(const model_config *c, const weight_rule *r);
 
+/* The checks of weights_open alone: reads headers only and takes nothing, so that a bad checkpoint is refused early. */
+status weights_check(const model_config *c, const char *dir, const weight_rule *r);
+
 /* Checks every tensor (presence, shape, dtype; unknown names are refused, except *.inv_freq) before copying any, then
  * copies this rank's share. Accepts the checkpoint spellings of MODEL: per-expert, merged w1/w2, and stacked experts;
  * expert_bias or e_score_correction_bias. BAD_INPUT names file and tensor, found and wanted, and the config key it

@@ -148,8 +148,12 @@ def test_wrong_tensors():
     def drop(header):
         del header["model.layers.0.input_layernorm.weight"]
 
+    def rename(header):
+        header["other"] = header.pop("model.layers.0.input_layernorm.weight")
+
     refused(f'"{name}"', "[256,32]", "want [32,256]", "num_experts", model=checkpoint("turned", **{SHARD: shard(turn)}))
-    refused('"model.layers.0.input_layernorm.weight"', model=checkpoint("dropped", **{SHARD: shard(drop)}))
+    refused(SHARD, "belong to no tensor", model=checkpoint("dropped", **{SHARD: shard(drop)}))
+    refused('"model.layers.0.input_layernorm.weight"', model=checkpoint("renamed", **{SHARD: shard(rename)}))
     refused("want", "hidden_size", model=checkpoint("wide", config_json=config(hidden_size=512)))
 
 

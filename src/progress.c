@@ -1,6 +1,7 @@
 #include "src/progress.h"
 
 #include "results/results.h"
+#include "results/score_file.h"
 #include "src/options.h"
 
 #include <stdlib.h>
@@ -70,11 +71,43 @@ void progress_close(progress *p)
     free(p);
 }
 
+/* Answers in numbers are scored at once and the scores stored; programs are left to `epoch score`, which runs them. */
+static status print_accuracy(results_file *f, const char *path)
+{
+    status st = OK;
+    result_score *scores = NULL;
+    int64_t count;
+    bool programs = false;
+    FILE *quiet = fopen("/dev/null", "w");
+    if (!quiet)
+        FAIL(FAILED, "/dev/null cannot be opened");
+    TRY(score_file(&scores, &count, f, &(score_order){.no_programs = true}, quiet));
+    for (int64_t i = 0; i < count; i++)
+        if (strcmp(scores[i].rule, "numeric") == 0)
+            printf("accuracy     %s %.4f (%lld of %lld rows; 95 %% interval %.3f to %.3f; rule numeric)\n", scores[i].dataset,
+                   scores[i].score, (long long)scores[i].correct, (long long)scores[i].rows, scores[i].low, scores[i].high);
+    for (int64_t i = 0; i < f->rows; i++)
+        programs |= strcmp(f->output[i].row.dataset, "humaneval") == 0;
+    if (programs)
+        printf("accuracy     humaneval: epoch score %s runs the programs\n", path);
+    if (count) {
+        f->scores = count;
+        f->score = scores;
+        TRY(results_write(path, f));
+    }
+out:
+    if (quiet)
+        fclose(quiet);
+    free(scores);
+    return st;
+}
+
 status progress_table(const char *path, int64_t total)
 {
     status st = OK;
     results_file *f = NULL;
     TRY(results_read(&f, path));
+    TRY(print_accuracy(f, path));
     int64_t failed = 0, tokens = 0, iterations = 0, blocks = f->blocks;
     double seconds = 0;
     for (int64_t i = 0; i < f->rows; i++) {

@@ -382,7 +382,35 @@ static void count(job *j, const slot_report *rep)
     }
 }
 
-static status trace(job *j, const flight *f, int32_t index, const slot_report *rep)
+/* Adds the lane's traffic since the last call; *bytes: what this rank sent to others. */
+static status take_traffic(job *j, int64_t *bytes)
+{
+    lane_traffic t;
+    status st = j->stage.lane->traffic(j->stage.lane, &t);
+    if (st != OK)
+        return st;
+    j->counters.rows_dispatched += t.rows_sent;
+    j->counters.rows_received += t.rows_received;
+    j->counters.bytes_dispatched += t.bytes_dispatched;
+    j->counters.bytes_combined += t.bytes_combined;
+    *bytes = t.bytes_dispatched + t.bytes_combined;
+    return OK;
+}
+
+/* What the lane moved in the newest forward, dealt to this rank's slots by their fresh rows: bytes a fresh row. */
+static status traced_bytes(job *j, double *bytes_a_row)
+{
+    status st = OK;
+    int64_t bytes, rows = 0;
+    TRY(take_traffic(j, &bytes));
+    for (int32_t i = 0; i < j->stage.slot_count; i++)
+        rows += j->report[i].fresh + (int64_t)j->report[i].filled * j->stage.rule.block.block_size;
+    *bytes_a_row = rows ? (double)bytes / (double)rows : 0;
+out:
+    return st;
+}
+
+static status trace(job *j, const flight *f, int32_t index, const slot_report *rep, double bytes_a_row)
 {
     const plans *p = &j->stage.executor->plans;
     int32_t cohort = index / j->stage.rule.block.cohort, layers = p->layers;
@@ -408,7 +436,8 @@ static status trace(job *j, const flight *f, int32_t index, const slot_report *r
                            .committed = rep->committed,
                            .support_size = (float)(support / layers),
                            .distinct_experts = (float)(distinct / layers),
-                           .coverage = (float)(tested > 0 ? covered / tested : 1)};
+                           .coverage = (float)(tested > 0 ? covered / tested : 1),
+                           .bytes_moved = (int64_t)(bytes_a_row * rep->fresh + 0.5)};
     return journal_iteration(j->journal, &it);
 }
 
@@ -417,9 +446,12 @@ static status take_reports(job *j)
     status st = OK;
     executor *x = j->stage.executor;
     const block_rule *k = &j->stage.rule.block;
+    double bytes_a_row = 0;
     TRY(executor_reports(x, j->report));
-    if (j->o->trace)
+    if (j->o->trace) {
         TRY(x->backend->download(x->backend, j->log, &x->plans.log));
+        TRY(traced_bytes(j, &bytes_a_row));
+    }
     for (int32_t i = 0; i < j->stage.slot_count; i++) {
         const slot_report *rep = &j->report[i];
         flight *f = &j->flight[i];
@@ -428,7 +460,7 @@ static status take_reports(job *j)
         count(j, rep);
         TRY(flight_report(f, rep, k));
         if (j->o->trace && rep->path >= PATH_COLD && !rep->broken)
-            TRY(trace(j, f, i, rep));
+            TRY(trace(j, f, i, rep, bytes_a_row));
         if (rep->broken)
             TRY(land(j, i, "the logits are not finite"));
         else if (rep->sequence_done)
@@ -441,15 +473,11 @@ out:
 static status commit(job *j)
 {
     status st = OK;
-    lane_traffic t;
+    int64_t bytes;
     backend *b = j->stage.backend;
     TRY(b->mark(b, PHASE_HOST));
     TRY(b->laps(b, j->counters.seconds));
-    TRY(j->stage.lane->traffic(j->stage.lane, &t));
-    j->counters.rows_dispatched += t.rows_sent;
-    j->counters.rows_received += t.rows_received;
-    j->counters.bytes_dispatched += t.bytes_dispatched;
-    j->counters.bytes_combined += t.bytes_combined;
+    TRY(take_traffic(j, &bytes));
     j->counters.wall_seconds = now() - j->started;
     fault_point("commit");
     TRY(journal_commit(j->journal, &j->counters));

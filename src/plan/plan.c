@@ -9,7 +9,7 @@ status plan_rules(block_rule *k, atlas_rule *a, const plan_settings *s, const mo
 {
     status st = OK;
     bool full = s->mode == PLAN_FULL;
-    int32_t budget = s->budget >= 0 ? s->budget : at_least_one(c->experts / 4);
+    int32_t budget = s->budget >= 0 ? s->budget : at_least_one(c->experts * 3 / 8);
     *k = (block_rule){.block_size = s->block_size ? s->block_size : c->block_size ? c->block_size : 32,
                       .mask_id = s->mask_id,
                       .eos_id = s->eos_id,

@@ -19,7 +19,7 @@ typedef struct plan_settings {
 } plan_settings;
 
 /* The rules that follow. full: every row fresh, no support (the exact dense executor); no-atlas: no support; no-lsp:
- * every row fresh; no-lane: every row dispatched. Defaults by the model: m = K, B = E / 4, c = B / 8, at least 1.
+ * every row fresh; no-lane: every row dispatched. Defaults by the model: m = K, B = 3 E / 8, c = B / 8, at least 1.
  * BAD_INPUT: a support smaller than K, a cohort larger than the rank's slots is simply all of them. */
 status plan_rules(block_rule *k, atlas_rule *a, const plan_settings *s, const model_config *c, int32_t slot_count);
 

@@ -27,3 +27,8 @@ int64_t fault_row(void)
     const char *row = getenv("EPOCH_FAULT_ROW");
     return row ? strtoll(row, NULL, 10) : -1;
 }
+
+const char *fault_plan(void)
+{
+    return getenv("EPOCH_FAULT_PLAN");
+}

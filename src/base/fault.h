@@ -3,7 +3,9 @@
  *
  *   EPOCH_FAULT=POINT:RANK:SIGNAL[:COUNT]  the process of RANK (of every rank: *) sends itself SIGNAL, or mpirun -SIGNAL,
  *                                          when it passes POINT for the COUNT-th time (1)
- *   EPOCH_FAULT_ROW=ORDER                  the row of that order gets activations that are no numbers */
+ *   EPOCH_FAULT_ROW=ORDER                  the row of that order gets activations that are no numbers
+ *   EPOCH_FAULT_PLAN=CAUSE                 miss, version, illegal, overdue or universe: each plan gives it a reason to fall
+ *                                          back (exec/executor.c) */
 #ifndef EPOCH_BASE_FAULT_H
 #define EPOCH_BASE_FAULT_H
 
@@ -12,6 +14,7 @@
 #ifdef EPOCH_FAULTS
 void fault_point(const char *point);
 int64_t fault_row(void); /* -1: none */
+const char *fault_plan(void); /* NULL: none */
 #else
 #define fault_point(point) ((void)0)
 #define fault_row() ((int64_t)-1)

@@ -1,5 +1,7 @@
 #include "src/exec/executor.h"
 
+#include "src/base/fault.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -234,8 +236,38 @@ static void spoil(executor *x)
         for (int64_t k = 0; slot_of[i] == x->spoiled && k < x->a.x.cols; k++)
             ((float *)x->a.x.data)[i * x->a.x.ld + k] = NAN;
 }
+
+/* Before every hot iteration: what a plan relies on no longer holds. `illegal` comes once a block: an answer's token is
+ * masked again. */
+static void upset_plans(executor *x)
+{
+    const char *what = fault_plan();
+    const block_rule *k = &x->rule.block;
+    for (int i = 0; what && i < x->rule.slot_count; i++) {
+        slot *s = (slot *)x->slots.slot.data + i;
+        if (s->state != SLOT_REFINING || s->iteration == 0)
+            continue;
+        if (strcmp(what, "miss") == 0)
+            s->cache_block = -1;
+        else if (strcmp(what, "version") == 0)
+            s->cache_version = -1;
+        else if (strcmp(what, "overdue") == 0)
+            s->age = k->refresh_every;
+        else if (strcmp(what, "illegal") == 0 && s->iteration == 2)
+            for (int at = s->block * k->block_size, end = at + k->block_size; at < end; at++)
+                if (at >= s->prompt_tokens && s->decoded >> at % k->block_size & 1) {
+                    ((int32_t *)x->slots.token.data)[i * x->slots.token.ld + at] = k->mask_id;
+                    break;
+                }
+    }
+    for (int64_t r = 0; what && strcmp(what, "universe") == 0 && r < x->plans.support.rows; r++) {
+        int32_t *support = (int32_t *)x->plans.support.data + r * x->plans.support.ld;
+        support[x->plans.support.cols - 1] = support[x->plans.support.cols - 1] ? 2 : 0;
+    }
+}
 #else
 #define spoil(x) ((void)0)
+#define upset_plans(x) ((void)0)
 #endif
 
 status executor_forward(executor *x)
@@ -244,6 +276,7 @@ status executor_forward(executor *x)
     backend *b = x->backend;
     activations *v = &x->a;
     int sparse = 0;
+    upset_plans(x);
     TRY(b->rows(b, &x->batch, &x->slots, &x->plans, &x->rule.block));
     TRY(b->embed(b, &v->x, &x->weights->embed, &x->batch.token));
     spoil(x);

@@ -20,10 +20,11 @@ sys.path.insert(0, str(ROOT / "tests/tools"))
 scratch = pathlib.Path(tempfile.mkdtemp(prefix="epoch-cli-"))
 
 
-def epoch(*words, ranks=2, limit=120):
-    """Runs it; gives exit code, stdout, stderr."""
+def epoch(*words, ranks=2, limit=120, env=None):
+    """Runs it, env added to the environment; gives exit code, stdout, stderr."""
     done = subprocess.run([*MPIRUN, "-np", str(ranks), sys.argv[1], *map(str, words)], stdin=subprocess.DEVNULL,
-                          capture_output=True, text=True, timeout=limit, cwd=ROOT)
+                          capture_output=True, text=True, timeout=limit, cwd=ROOT,
+                          env=os.environ | (env or {}))
     return done.returncode, done.stdout, done.stderr
 
 

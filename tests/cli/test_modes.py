@@ -1,0 +1,110 @@
+"""The runtime's exactness: every exact combination of modes gives the dense executor's tokens, on every kind of demo row,
+on any number of ranks; and each cause of a fallback, provoked, is counted and ends as the dense executor does."""
+import functools
+
+import h5py
+import numpy
+
+import cli
+from cli import ROOT, epoch, new, same, words
+from same_tokens import compare
+
+SAMPLES = ROOT / "datasets/samples"
+SOME = ["--data", f"humaneval:{SAMPLES}/humaneval_demo.jsonl@1-3", "--data", f"mgsm:{SAMPLES}/mgsm_zh.tsv@1-3",
+        "--data", f"mgsm:{SAMPLES}/mgsm_fr.tsv@1-2"]
+ROWS = 4 + 3 + 3 + 2
+
+
+def decode(name, *more, ranks=1, fault=None):
+    out = new(f"{name}.h5")
+    rc, _, stderr = epoch(*words(out, data=f"gsm8k:{SAMPLES}/gsm8k_demo.jsonl@1-4", more=[*SOME, "--gen-len", 128, *more]),
+                          ranks=ranks, limit=300, env={"EPOCH_FAULT_PLAN": fault} if fault else None)
+    same((rc, stderr), (0, ""))
+    return out
+
+
+@functools.cache
+def full():
+    return decode("full", "--mode", "full", "--batch", 64)
+
+
+def identical(*files):
+    found, count, tokens = compare(files[0], files[1:])
+    same(found, [])
+    same(count, ROWS)
+    assert tokens > 500, tokens
+
+
+def column(file, name):
+    with h5py.File(file) as h:
+        return h[f"blocks/{name}"][:].astype(float)
+
+
+EXACT = {
+    "no relaxation at work": ["--mode", "epoch", "--refresh", 1, "--atlas-budget", 32],
+    "no support": ["--mode", "no-atlas", "--refresh", 1],
+    "no cache, whole support": ["--mode", "no-lsp", "--atlas-budget", 32],
+    "dense payload": ["--mode", "no-lane", "--refresh", 1, "--atlas-budget", 32],
+    "shared plans": ["--mode", "epoch", "--refresh", 1, "--atlas-budget", 32, "--cohort", "batch"],
+}
+
+
+def test_exact_combinations():
+    for i, (name, more) in enumerate(EXACT.items()):
+        batch, ranks = ((1, 2), (64, 4), (64, 2), (7, 1), (12, 2))[i]
+        identical(full(), decode(f"exact{i}", *more, "--batch", batch, ranks=ranks))
+
+
+def test_dense_payload_changes_no_token():
+    """no-lane moves and computes every row, and takes what epoch takes."""
+    a, b = decode("lane", "--batch", 6, ranks=2), decode("nolane", "--mode", "no-lane", "--batch", 6, ranks=2)
+    identical(a, b)
+    with h5py.File(a) as x, h5py.File(b) as y:
+        assert x["phases/rows_dispatched"][:].sum() < 0.8 * y["phases/rows_dispatched"][:].sum()
+
+
+def test_relaxations_are_at_work():
+    file = decode("defaults", "--batch", 8)
+    iterations, cached = column(file, "iterations"), column(file, "cached_rows")
+    assert cached.sum() > 0.3 * 32 * iterations.sum()
+    same((cached + column(file, "fresh_rows")).tolist(), (32 * iterations).tolist())
+    hot = iterations - column(file, "cold")
+    support = numpy.nansum(numpy.where(hot > 0, column(file, "support_size"), 0) * hot) / hot.sum()
+    assert 8 < support < 24, support
+
+
+def test_rows_fallbacks():
+    """Every hot iteration falls back: all rows are computed, nothing is cached, the tokens are the dense executor's."""
+    for cause in ("miss", "version", "overdue"):
+        file = decode(cause, "--mode", "no-atlas", "--batch", 5, ranks=2, fault=cause)
+        identical(full(), file)
+        hot = column(file, "iterations") - column(file, "cold")
+        same(column(file, f"rows_{cause}").tolist(), hot.tolist())
+        same(column(file, "cached_rows").sum(), 0)
+
+
+def test_remasked_position():
+    """A decoded position that is masked again forces one full pass, and is decoded again, as in the dense executor."""
+    a = decode("illegal_full", "--mode", "full", "--batch", 3, fault="illegal")
+    b = decode("illegal", "--mode", "no-atlas", "--refresh", 1, "--batch", 64, fault="illegal")
+    identical(a, b)
+    c = decode("illegal_cached", "--mode", "no-atlas", "--batch", 3, fault="illegal")
+    for file in (a, c):
+        blocks, long = column(file, "rows_illegal"), column(file, "iterations") > 3
+        assert (blocks <= 1).all() and blocks[long].mean() > 0.9
+
+
+def test_universe_fallback():
+    """Every layer routes over all experts: with no cache, the dense executor's tokens."""
+    file = decode("universe", "--mode", "no-lsp", "--batch", 6, ranks=2, fault="universe")
+    identical(full(), file)
+    hot = column(file, "iterations") - column(file, "cold")
+    same(column(file, "universe").tolist(), (7 * hot).tolist())
+    # and by itself: with no weight on mass, a row that lacks two experts scores nothing
+    natural = decode("natural", "--atlas-mass", 0, "--atlas-coverage", 1, "--atlas-share", 1, "--atlas-budget", 4,
+                     "--atlas-extra", 0, "--batch", 8)
+    assert column(natural, "universe").sum() > 0
+
+
+if __name__ == "__main__":
+    cli.main(globals())

@@ -525,12 +525,12 @@ static status decode(job *j)
             j->want[r] = j->stage.lane->pulses[r * PULSE + PULSE_WANT];
         if (j->progress)
             TRY(progress_show(j->progress, pulse_sum(j, PULSE_DONE), pulse_sum(j, PULSE_TOKENS), now() - j->started));
+        if (j->fed && pulse_sum(j, PULSE_BUSY) == 0)
+            break;
         if (pulse_sum(j, PULSE_STOP) > 0) {
             j->stopped = true;
             break;
         }
-        if (j->fed && pulse_sum(j, PULSE_BUSY) == 0)
-            break;
         if (now() - j->committed >= o->commit_every)
             TRY(commit(j));
         if (w->rank == 0 && o->publish_every > 0 && now() - j->published >= o->publish_every) {

@@ -552,6 +552,7 @@ static status finish(job *j)
     status st = OK;
     world *w = j->w;
     heartbeat_stage(&j->watch.heart, WATCH_PUBLISH);
+    TRY(w->agree(w, OK)); /* every rank has committed its last rows */
     if (w->rank == 0) {
         progress_close(j->progress);
         j->progress = NULL;

@@ -1,33 +1,30 @@
 """What the tests of jobs that survive share: starting a job under mpirun, hurting it, and comparing its rows."""
-import os, re, shutil, signal, subprocess, sys, tempfile, time
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 
-try:
-    import h5py
-    import numpy
-except ImportError:
-    print("skipped: python3 has no h5py")
-    sys.exit(77)
+import h5py
+import numpy
 
-SOURCE = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
-MODEL = os.path.join(SOURCE, "models", "tiny")
-GSM8K = "gsm8k:" + os.path.join(SOURCE, "datasets", "samples", "gsm8k_demo.jsonl")
+from cli import DEMO, MPIRUN, TINY, scratch
+
+GSM8K = f"gsm8k:{DEMO}"
+MODEL = str(TINY)
 SHORT = ["--gen-len", "64", "--progress", "off", "--commit-every", "0.05"]
 
-folder = tempfile.mkdtemp(prefix="epoch-survive-")
-shared = tempfile.mkdtemp(prefix="epoch-survive-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-environment = dict(os.environ, OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMP_WAIT_POLICY="passive",
-                   OPENBLAS_NUM_THREADS="1", OMPI_MCA_rmaps_base_oversubscribe="1",
-                   OMPI_MCA_btl_vader_backing_directory=shared, TMPDIR=folder)
-program = faulty = None
-
-
-def clean_up():
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(shared, ignore_errors=True)
+program = os.path.realpath(sys.argv[1])
+faulty = program + "_faults"
+# What a killed job leaves in shared memory and in its session folder goes with the test's own folders.
+shared = tempfile.TemporaryDirectory(prefix="epoch-survive-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+environment = dict(os.environ, OMPI_MCA_btl_vader_backing_directory=shared.name, TMPDIR=str(scratch))
 
 
 def path(name):
-    return os.path.join(folder, name)
+    return str(scratch / name)
 
 
 class Job:
@@ -39,7 +36,7 @@ class Job:
             env["EPOCH_FAULT"] = fault
         if row is not None:
             env["EPOCH_FAULT_ROW"] = str(row)
-        command = ["mpirun", "-q", "-np", str(ranks), *more, faulty if fault or row is not None else program, "run",
+        command = [*MPIRUN, "-np", str(ranks), *more, faulty if fault or row is not None else program, "run",
                    "--model", model, "--data", data, "--out", out, "--limit", str(limit), *SHORT, *options]
         self.text = None
         self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -126,33 +123,16 @@ def same(out, want):
     assert len(got) == len(want), "%d rows, want %d" % (len(got), len(want))
 
 
-unbroken = {}
+unbroken, making = {}, threading.Lock()
 
 
 def reference(**job):
     """Rows of a run that nothing disturbed, once for each data."""
     key = tuple(sorted(job.items()))
-    if key not in unbroken:
-        out = path("unbroken%d.h5" % len(unbroken))
-        done = Job(out, **job)
-        assert done.end() in (0, 1), done.text
-        unbroken[key] = rows(out)
+    with making:
+        if key not in unbroken:
+            out = path(f"unbroken{len(unbroken)}.h5")
+            done = Job(out, **job)
+            assert done.end() in (0, 1), done.text
+            unbroken[key] = rows(out)
     return unbroken[key]
-
-
-def main(tests):
-    global program, faulty
-    program, faulty = map(os.path.realpath, sys.argv[1:3])
-    failed = 0
-    chosen = [t for t in tests if not sys.argv[3:] or t.__name__ in sys.argv[3:]]
-    for test in chosen:
-        start = time.monotonic()
-        try:
-            test()
-            print("passed  %s, %.1f s" % (test.__name__, time.monotonic() - start), flush=True)
-        except AssertionError as error:
-            failed += 1
-            print("FAILED  %s: %s" % (test.__name__, error), flush=True)
-    clean_up()
-    print("%d passed, %d failed" % (len(chosen) - failed, failed))
-    sys.exit(failed > 0 or not chosen)

@@ -4,6 +4,7 @@
 #include "results/score_file.h"
 #include "results/standing.h"
 #include "src/base/fault.h"
+#include "src/memory.h"
 #include "src/options.h"
 #include "src/run.h"
 #include "src/stop.h"
@@ -21,7 +22,8 @@ static const struct {
     {"status", "FILE.h5", "rows done, failed and left; running or not", standing_command},
     {"score", "FILE.h5 [...]", "accuracy under named rules; HumanEval pass@1", score_command},
     {"report", "FILE.h5 [...]", "tables, comparison, plots", report_command},
-    {"export", "FILE.h5 --format F", "jsonl, humaneval or lm-eval", export_command},
+    {"export", "FILE.h5 --format F", "jsonl, humaneval, lm-eval or mtbench", export_command},
+    {"model", "DIR", "what a checkpoint holds, and the memory plan of a job", model_command},
 };
 enum { COMMANDS = sizeof commands / sizeof *commands };
 

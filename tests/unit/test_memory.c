@@ -1,0 +1,86 @@
+/* The memory plan: the published shapes on 8 x 80 GB, and that it is made of what a run takes. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+/* cmocka.h wants the four above */
+#include <cmocka.h>
+
+#include "src/memory.h"
+
+#include <string.h>
+
+#define SHAPES EPOCH_SOURCE "/models/shapes/"
+
+static memory_plan plan(const char *shape, memory_ask o, int32_t *largest)
+{
+    model_config c;
+    memory_plan p;
+    assert_int_equal(model_config_open(&c, shape), OK);
+    assert_int_equal(memory_measure(&p, &c, &o), OK);
+    assert_int_equal(memory_largest_batch(largest, &c, &o), OK);
+    o.batch = *largest;
+    memory_plan at;
+    assert_int_equal(memory_measure(&at, &c, &o), OK);
+    assert_true(!*largest || at.total <= o.device_bytes); /* it fits, and one sequence a rank more does not */
+    o.batch += o.ranks;
+    assert_int_equal(memory_measure(&at, &c, &o), OK);
+    assert_true(at.total > o.device_bytes);
+    model_config_close(&c);
+    return p;
+}
+
+static const memory_ask gpu = {.ranks = 8, .batch = 512, .context = 2048, .prefill_blocks = 8, .matrices = BF16,
+                               .activation = BF16, .device_bytes = 80e9};
+
+static void test_published_shapes(void **state)
+{
+    (void)state;
+    int32_t largest;
+    memory_plan p = plan(SHAPES "llada2-mini", gpu, &largest);
+    assert_true(p.total < 80e9 && largest >= 512);
+    p = plan(SHAPES "llada2-flash", gpu, &largest);
+    assert_true(p.total < 80e9 && largest >= 512);
+    assert_true(p.experts > 24.9e9 && p.experts < 25.0e9); /* 31 layers x 32 experts x 3 x 4096 x 1024 x 2 bytes */
+    memory_ask one = gpu;
+    one.ranks = 1;
+    p = plan(SHAPES "llada2-flash", one, &largest);
+    assert_true(p.weights > 205e9 && p.weights < 207e9);
+    assert_int_equal(largest, 0);
+    one.device_bytes = 141e9;
+    p = plan(SHAPES "llada2-mini", one, &largest); /* batch 512 with 2k of context on one 141 GB device */
+    assert_true(p.total < 141e9 && largest >= 512);
+}
+
+static void test_refusals(void **state)
+{
+    (void)state;
+    char *shape = SHAPES "llada2-mini";
+    struct {
+        char *word[5];
+        const char *says;
+    } bad[] = {
+        {{"model", "--ranks", "0", shape}, "--ranks is \"0\", want a whole number"},
+        {{"model", "--gpu-memory", "80T", shape}, "--gpu-memory is \"80T\", want a size such as 80G"},
+        {{"model", "--ranks", "257", shape}, "257 ranks, but the model has 256 experts"},
+        {{"model", "--what", shape}, "no such option"},
+        {{"model"}, "want one checkpoint folder"},
+        {{"model", "/nowhere"}, "/nowhere/config.json"},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        int n = 0;
+        while (n < 5 && bad[i].word[n])
+            n++;
+        extern int optind;
+        optind = 0; /* start anew */
+        assert_int_equal(model_command(n, bad[i].word), BAD_INPUT);
+        if (!strstr(status_message(), bad[i].says))
+            fail_msg("%s", status_message());
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_published_shapes), cmocka_unit_test(test_refusals)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -118,7 +118,8 @@ typedef struct backend {
     dtype activation;     /* F32 or BF16 */
 
     /* memory and time */
-    status (*reserve)(struct backend *b, void **slab, size_t bytes); /* zeroed; once per arena */
+    status (*reserve)(struct backend *b, void **slab, size_t bytes); /* zeroed; once per arena; pages
+                                                                        that nobody touches cost nothing on the CPU */
     void (*release)(struct backend *b, void *slab);
     /* dst[all rows, contiguous in src as `from`] converted to dst's dtype (F32, F16, BF16 among each other; I32 and U8
      * as they are). src is host memory and may be reused on return. */
@@ -126,7 +127,8 @@ typedef struct backend {
     status (*download)(struct backend *b, void *dst, const tensor *src); /* all rows, contiguous, src's dtype */
     status (*sync)(struct backend *b);
     status (*mark)(struct backend *b, phase p);              /* the work since the last mark was p's */
-    status (*laps)(struct backend *b, double seconds[PHASES]); /* adds up the marks since the last call, then forgets them */
+    /* Adds to seconds[] those of each phase that were marked since the last call, then forgets them. */
+    status (*laps)(struct backend *b, double seconds[PHASES]);
 
     /* the life of blocks */
     /* Chooses every slot's path, starts blocks whose cohort is ready, lays out the rows of this forward, and for each
@@ -182,7 +184,7 @@ typedef struct backend {
     void (*close)(struct backend *b); /* accepts NULL */
 } backend;
 
-/* threads: 0: one for each core this rank may use. */
+/* threads: 0, or more than the cores this process may run on: one for each of them. */
 status backend_cpu_open(backend **out, int threads);
 /* The GPU of that number among the visible ones. BAD_INPUT: no driver or GPU, a driver too old, a GPU that the program
  * was not built for, fewer GPUs than ranks of this host. */

@@ -147,6 +147,64 @@ static void update(candidates *c, plans *p, int layer, int cohort, const slot *s
     log->support = !cold && *flag == SUPPORT_HOLDS ? size_of((uint32_t *)support, words) : r->experts;
 }
 
+typedef struct support_task {
+    plans *p;
+    int layer;
+    const tensor *z, *bias;
+    const slots *s;
+    const route_rule *r;
+    const atlas_rule *a;
+    const block_rule *k;
+    const int32_t *kept;  /* [rows]: their places among the fresh rows */
+    const int32_t *first; /* [cohorts + 1]: the first row of each */
+    candidates all;
+} support_task;
+
+static void find_candidates(void *arg, int64_t from, int64_t to, int thread)
+{
+    const support_task *w = arg;
+    const candidates *c = &w->all;
+    (void)thread;
+    for (int64_t t = from; t < to; t++) {
+        int32_t *id = c->id + t * c->width;
+        float *score = c->score + t * c->width, sum = 0;
+        int have = route_candidates((const float *)w->z->data + w->kept[t] * w->z->ld, w->bias->data, w->r, c->width, id,
+                                    score);
+        for (int j = 0; j < c->top_k && j < have; j++)
+            sum += score[j];
+        c->floor[t] = w->a->coverage * sum;
+        for (int j = have; j < c->width; j++)
+            id[j] = -1;
+    }
+}
+
+static void update_cohorts(void *arg, int64_t from, int64_t to, int thread)
+{
+    const support_task *w = arg;
+    const candidates *all = &w->all;
+    const slot *slot_of = w->s->slot.data;
+    int32_t size = w->k->cohort;
+    (void)thread;
+    for (int c = (int)from; c < to; c++) {
+        const slot *lead = NULL;
+        for (int i = c * size; i < (c + 1) * size && i < w->s->slot_count && !lead; i++)
+            if (slot_of[i].path >= PATH_COLD)
+                lead = &slot_of[i];
+        if (!lead)
+            continue;
+        int64_t value[SUM_TREE_EXPERTS];
+        int32_t row = w->first[c];
+        candidates mine = {.rows = w->first[c + 1] - row,
+                           .width = all->width,
+                           .top_k = all->top_k,
+                           .id = all->id + (int64_t)row * all->width,
+                           .score = all->score + (int64_t)row * all->width,
+                           .floor = all->floor + row,
+                           .covered = all->covered + row};
+        update(&mine, w->p, w->layer, c, lead, w->r, w->a, w->k, value);
+    }
+}
+
 status cpu_support(backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in_batch,
                    const slots *s, const route_rule *r, const atlas_rule *a, const block_rule *k)
 {
@@ -173,35 +231,19 @@ status cpu_support(backend *b, plans *p, int layer, const tensor *z, const tenso
         }
     }
     first[p->cohort_count] = n;
-#pragma omp parallel for schedule(static) num_threads(cpu_threads(self, (double)n *r->experts * 40))
-    for (int t = 0; t < n; t++) {
-        int have = route_candidates((const float *)z->data + kept[t] * z->ld, bias->data, r, width,
-                                    id + (int64_t)t * width, score + (int64_t)t * width);
-        float sum = 0;
-        for (int j = 0; j < r->top_k && j < have; j++)
-            sum += score[(int64_t)t * width + j];
-        floors[t] = a->coverage * sum;
-        for (int j = have; j < width; j++)
-            id[(int64_t)t * width + j] = -1;
-    }
-#pragma omp parallel for schedule(dynamic) num_threads(cpu_threads(self, (double)n *width * 40))
-    for (int c = 0; c < p->cohort_count; c++) {
-        const slot *lead = NULL;
-        for (int i = c * k->cohort; i < (c + 1) * k->cohort && i < s->slot_count && !lead; i++)
-            if (all[i].path >= PATH_COLD)
-                lead = &all[i];
-        if (!lead)
-            continue;
-        int64_t value[SUM_TREE_EXPERTS];
-        candidates mine = {.rows = first[c + 1] - first[c],
-                           .width = width,
-                           .top_k = r->top_k,
-                           .id = id + (int64_t)first[c] * width,
-                           .score = score + (int64_t)first[c] * width,
-                           .floor = floors + first[c],
-                           .covered = floors + fresh_count + first[c]};
-        update(&mine, p, layer, c, lead, r, a, k, value);
-    }
+    support_task t = {.p = p,
+                      .layer = layer,
+                      .z = z,
+                      .bias = bias,
+                      .s = s,
+                      .r = r,
+                      .a = a,
+                      .k = k,
+                      .kept = kept,
+                      .first = first,
+                      .all = {n, width, r->top_k, id, score, floors, floors + fresh_count}};
+    cpu_parallel(self, (double)n * r->experts * 40, n, 1, find_candidates, &t);
+    cpu_parallel(self, (double)n * width * 40, p->cohort_count, 1, update_cohorts, &t);
 out:
     return st;
 }

@@ -78,22 +78,43 @@ static void add_page(const state *t, const float *k, const float *v, int64_t ldk
     cpu_mix_turned(t->o, t->d, t->score, t->rows, v, ldkv, t->rows, t->d, t->keys, !first);
 }
 
-static void span_head(tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const span *at, int kv_head,
-                      const slots *s, const attention_rule *r, float *room)
+typedef struct attend_task {
+    const cpu *c;
+    tensor *y;
+    const tensor *qkv;
+    const kv_pool *kv;
+    int layer;
+    const batch *in;
+    const slots *s;
+    const attention_rule *r;
+} attend_task;
+
+/* One task: a span and a key head. */
+static void span_head(const attend_task *a, const span *at, int kv_head, float *room)
 {
+    const attention_rule *r = a->r;
+    const kv_pool *kv = a->kv;
     int head = kv_head * (r->heads / r->kv_heads), d = r->head_dim;
-    const int32_t *page = (const int32_t *)s->page.data + at->slot * s->page.ld;
+    const int32_t *page = (const int32_t *)a->s->page.data + at->slot * a->s->page.ld;
     state t;
-    state_open(&t, qkv, at, head, r, room);
+    state_open(&t, a->qkv, at, head, r, room);
     for (int block = 0; block <= at->block; block++) {
-        int64_t row = (layer * (int64_t)kv->page_count + page[block]) * r->block_size;
+        int64_t row = (a->layer * (int64_t)kv->page_count + page[block]) * r->block_size;
         add_page(&t, cpu_row(&kv->k, row) + kv_head * d, cpu_row(&kv->v, row) + kv_head * d, kv->k.ld, block == 0);
     }
     for (int i = 0; i < t.rows; i++) {
-        float scale = 1.0f / t.sum[i], *to = cpu_row(y, at->row + i % r->block_size) + (head + i / r->block_size) * d;
+        float scale = 1.0f / t.sum[i], *to = cpu_row(a->y, at->row + i % r->block_size) + (head + i / r->block_size) * d;
         for (int j = 0; j < d; j++)
             to[j] = t.o[i * d + j] * scale;
     }
+}
+
+static void span_heads(void *arg, int64_t from, int64_t to, int thread)
+{
+    const attend_task *a = arg;
+    const span *at = a->in->span.data;
+    for (int64_t t = from; t < to; t++)
+        span_head(a, &at[t / a->r->kv_heads], (int)(t % a->r->kv_heads), cpu_own(a->c, thread));
 }
 
 status cpu_attend(backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in,
@@ -102,13 +123,11 @@ status cpu_attend(backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, i
     status st = OK;
     cpu *c = cpu_of(b);
     int64_t spans = cpu_used(&in->span);
-    const span *at = in->span.data;
+    attend_task a = {c, y, qkv, kv, layer, in, s, r};
     assert(y->type == F32 && qkv->type == F32 && kv->k.type == F32 && kv->k.ld == kv->v.ld);
     assert(y->cols == r->heads * r->head_dim && r->heads % r->kv_heads == 0);
     TRY(cpu_scratch(c, 0, room_floats(r) * sizeof(float)));
-#pragma omp parallel for schedule(dynamic) num_threads(spans > 0 ? c->threads : 1)
-    for (int64_t t = 0; t < spans * r->kv_heads; t++)
-        span_head(y, qkv, kv, layer, &at[t / r->kv_heads], (int)(t % r->kv_heads), s, r, cpu_own(c));
+    cpu_parallel(c, INFINITY, spans * r->kv_heads, 1, span_heads, &a);
 out:
     return st;
 }

@@ -1,7 +1,6 @@
 #include "src/cpu/cpu.h"
 
 #include <assert.h>
-#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -106,27 +105,36 @@ out:
     return st;
 }
 
-void *cpu_own(const cpu *c)
+void *cpu_own(const cpu *c, int thread)
 {
-    return c->own[omp_get_thread_num()].data;
+    return c->own[thread].data;
 }
 
-int cpu_threads(const cpu *c, double work)
+void cpu_parallel(cpu *c, double work, int64_t count, int64_t run, cpu_task *task, void *arg)
 {
-    return work < 65536 ? 1 : c->threads; /* some 2 us of arithmetic: what a parallel region costs */
+    int64_t fair = count / (4 * (int64_t)c->threads); /* short enough that threads end together */
+    if (work < 65536)
+        run = count; /* some 2 us of arithmetic: what it costs to share them */
+    cpu_pool_run(c->pool, count, run > fair ? run : fair, task, arg);
 }
 
 /* ---- memory and time */
+
+enum { SLAB_ALIGN = 256 };
 
 static status reserve(backend *b, void **slab, size_t bytes)
 {
     status st = OK;
     (void)b;
-    size_t whole = (bytes + 255) / 256 * 256;
-    *slab = aligned_alloc(256, whole > 0 ? whole : 256);
-    if (!*slab)
+    *slab = NULL;
+    /* calloc: the system hands out large slabs as pages that are zero, and not there until they are touched. */
+    char *whole = calloc(1, bytes + sizeof(void *) + SLAB_ALIGN);
+    if (!whole)
         FAIL(FAILED, "out of memory: %zu bytes wanted", bytes);
-    memset(*slab, 0, whole);
+    char *at = whole + sizeof(void *);
+    at += -(uintptr_t)at % SLAB_ALIGN;
+    memcpy(at - sizeof(void *), &whole, sizeof(void *)); /* for release */
+    *slab = at;
 out:
     return st;
 }
@@ -134,27 +142,45 @@ out:
 static void release(backend *b, void *slab)
 {
     (void)b;
-    free(slab);
+    void *whole;
+    if (!slab)
+        return;
+    memcpy(&whole, (char *)slab - sizeof(void *), sizeof(void *));
+    free(whole);
+}
+
+typedef struct upload_task {
+    const cpu *c;
+    const tensor *dst;
+    const char *src;
+    dtype from;
+} upload_task;
+
+static void upload_rows(void *arg, int64_t from, int64_t to, int thread)
+{
+    const upload_task *t = arg;
+    const tensor *dst = t->dst;
+    float *wide = cpu_own(t->c, thread);
+    for (int64_t i = from; i < to; i++) {
+        char *at = (char *)dst->data + (size_t)(i * dst->ld) * dtype_bytes(dst->type);
+        const char *row = t->src + (size_t)(i * dst->cols) * dtype_bytes(t->from);
+        if (t->from == dst->type) {
+            memcpy(at, row, (size_t)dst->cols * dtype_bytes(t->from));
+        } else {
+            cpu_widen(wide, row, t->from, dst->cols);
+            cpu_narrow(at, dst->type, wide, dst->cols);
+        }
+    }
 }
 
 static status upload(backend *b, const tensor *dst, const void *src, dtype from)
 {
     status st = OK;
-    const cpu *c = cpu_of(b);
+    cpu *c = cpu_of(b);
     bool same = from == dst->type;
     assert(same || (from <= F16 && dst->type <= F16));
-    TRY(cpu_scratch(cpu_of(b), 0, same ? 0 : (size_t)dst->cols * sizeof(float)));
-#pragma omp parallel for num_threads(cpu_threads(c, (double)dst->rows * (double)dst->cols))
-    for (int64_t i = 0; i < dst->rows; i++) {
-        char *to = (char *)dst->data + (size_t)(i * dst->ld) * dtype_bytes(dst->type);
-        const char *row = (const char *)src + (size_t)(i * dst->cols) * dtype_bytes(from);
-        if (same) {
-            memcpy(to, row, (size_t)dst->cols * dtype_bytes(from));
-        } else {
-            cpu_widen(cpu_own(c), row, from, dst->cols);
-            cpu_narrow(to, dst->type, cpu_own(c), dst->cols);
-        }
-    }
+    TRY(cpu_scratch(c, 0, same ? 0 : (size_t)dst->cols * sizeof(float)));
+    cpu_parallel(c, (double)dst->rows * (double)dst->cols, dst->rows, 1, upload_rows, &(upload_task){c, dst, src, from});
 out:
     return st;
 }
@@ -189,7 +215,7 @@ static status laps(backend *b, double seconds[PHASES])
 {
     cpu *c = cpu_of(b);
     for (int i = 0; i < PHASES; i++) {
-        seconds[i] = c->seconds[i];
+        seconds[i] += c->seconds[i];
         c->seconds[i] = 0;
     }
     return OK;
@@ -200,6 +226,7 @@ static void close_cpu(backend *b)
     if (!b)
         return;
     cpu *c = cpu_of(b);
+    cpu_pool_close(c->pool);
     for (int i = 0; c->own && i < c->threads; i++)
         free(c->own[i].data);
     free(c->own);
@@ -254,7 +281,9 @@ status backend_cpu_open(backend **out, int threads)
     }
     *b = table;
     b->self = c;
-    c->threads = threads > 0 ? threads : omp_get_num_procs();
+    int cores = cpu_pool_cores();
+    c->threads = threads > 0 && threads < cores ? threads : cores;
+    TRY(cpu_pool_open(&c->pool, c->threads));
     c->own = calloc((size_t)c->threads, sizeof *c->own);
     if (!c->own)
         FAIL(FAILED, "out of memory");

@@ -6,6 +6,7 @@
 #define EPOCH_CPU_H
 
 #include "src/backend.h"
+#include "src/cpu/pool.h"
 
 #include <time.h>
 
@@ -20,6 +21,7 @@ typedef struct cpu_buffer {
 
 typedef struct cpu {
     int threads;
+    cpu_pool *pool;
     cpu_buffer shared, *own; /* scratch of a call: one for all threads, one for each; they grow and never shrink */
     cpu_buffer angles;       /* rotary: cos, then sin, of rotary_dim / 2 angles for each position */
     int32_t angle_count, angle_dim;
@@ -47,10 +49,11 @@ static inline float *cpu_row(const tensor *t, int64_t row)
 
 /* Scratch for this call: `shared` bytes for all threads, `own` bytes for each. FAILED: out of memory. */
 status cpu_scratch(cpu *c, size_t shared, size_t own);
-/* The calling thread's, inside a parallel region. */
-void *cpu_own(const cpu *c);
-/* Threads worth starting for `work` multiplications (or the like). */
-int cpu_threads(const cpu *c, double work);
+/* That of a task's thread. */
+void *cpu_own(const cpu *c, int thread);
+/* Does the tasks [0, count) on this rank's threads, at least `run` of them one after the other on one thread; as a plain
+ * call where `work`, their multiplications or the like, is not worth waking anybody. */
+void cpu_parallel(cpu *c, double work, int64_t count, int64_t run, cpu_task *task, void *arg);
 
 /* y[0..n) = x[0..n) as fp32; x is F32, BF16 or F16. */
 void cpu_widen(float *y, const void *x, dtype type, int64_t n);

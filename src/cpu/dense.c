@@ -4,7 +4,6 @@
 
 #include <assert.h>
 #include <cblas.h>
-#include <omp.h>
 #include <string.h>
 
 void cpu_dense_open(void)
@@ -80,32 +79,44 @@ static void tile(tensor *y, const tensor *x, int64_t row, int rows, int64_t out,
         memcpy(to + i * y->ld, ys + i * outs, (size_t)outs * sizeof *ys);
 }
 
+typedef struct matmul_task {
+    const cpu *c;
+    tensor *y;
+    const tensor *x, *w;
+    int64_t rows, tiles;
+    int panel;
+} matmul_task;
+
+/* Tasks in panel order, so that a thread widens a panel once for a run of tiles. */
+static void matmul_tiles(void *arg, int64_t from, int64_t to, int thread)
+{
+    const matmul_task *m = arg;
+    const tensor *w = m->w;
+    int64_t held = -1, ldw = 0;
+    float *room = cpu_own(m->c, thread), *padded = room + cpu_panel_floats(w, m->panel);
+    const float *wide = NULL;
+    for (int64_t t = from; t < to; t++) {
+        int64_t p = t / m->tiles, row = t % m->tiles * DENSE_TILE, out = p * m->panel;
+        int width = w->rows - out < m->panel ? (int)(w->rows - out) : m->panel;
+        if (p != held)
+            wide = cpu_panel_of(w, out, width, room, &ldw);
+        held = p;
+        int rows = m->rows - row < DENSE_TILE ? (int)(m->rows - row) : DENSE_TILE;
+        tile(m->y, m->x, row, rows, out, width, wide, ldw, padded);
+    }
+}
+
 status cpu_matmul(backend *b, tensor *y, const tensor *x, const tensor *w)
 {
     status st = OK;
     cpu *c = cpu_of(b);
-    int64_t n = cpu_used(x), outs = w->rows;
+    int64_t n = cpu_used(x), outs = w->rows, tiles = (n + DENSE_TILE - 1) / DENSE_TILE;
     assert(x->type == F32 && y->type == F32 && x->cols == w->cols && y->cols == outs && y->rows >= n);
     int panel = cpu_panel(DENSE_TILE, w->cols);
-    size_t wide = cpu_panel_floats(w, panel);
-    TRY(cpu_scratch(c, 0, (wide + (size_t)DENSE_TILE * (size_t)(w->cols + panel)) * sizeof(float)));
-    int64_t tiles = (n + DENSE_TILE - 1) / DENSE_TILE, panels = (outs + panel - 1) / panel, tasks = tiles * panels;
-#pragma omp parallel num_threads(cpu_threads(c, (double)n * (double)outs * (double)w->cols))
-    {
-        /* Tasks in panel order, one run of them a thread, so that a thread widens each of its panels once. */
-        int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), held = -1, ldw = 0;
-        float *room = cpu_own(c);
-        const float *wide_panel = NULL;
-        for (int64_t t = tasks * me / threads; t < tasks * (me + 1) / threads; t++) {
-            int64_t p = t / tiles, row = t % tiles * DENSE_TILE, out = p * panel;
-            int width = outs - out < panel ? (int)(outs - out) : panel;
-            if (p != held)
-                wide_panel = cpu_panel_of(w, out, width, room, &ldw);
-            held = p;
-            int rows = n - row < DENSE_TILE ? (int)(n - row) : DENSE_TILE;
-            tile(y, x, row, rows, out, width, wide_panel, ldw, room + wide);
-        }
-    }
+    matmul_task m = {c, y, x, w, n, tiles, panel};
+    size_t padded = (size_t)DENSE_TILE * (size_t)(w->cols + panel);
+    TRY(cpu_scratch(c, 0, (cpu_panel_floats(w, panel) + padded) * sizeof(float)));
+    cpu_parallel(c, (double)n * (double)outs * (double)w->cols, tiles * ((outs + panel - 1) / panel), 1, matmul_tiles, &m);
 out:
     return st;
 }

@@ -119,6 +119,34 @@ static void sum_token(tensor *y, int64_t i, const worklist *w, const tensor *ids
     }
 }
 
+typedef struct experts_task {
+    const cpu *c;
+    worklist *w;
+    tensor *y;
+    const tensor *x, *ids, *weights;
+    const expert_set *e;
+} experts_task;
+
+static void expert_runs(void *arg, int64_t from, int64_t to, int thread)
+{
+    const experts_task *a = arg;
+    worklist *w = a->w;
+    for (int32_t t = (int32_t)from; t < to; t++) {
+        int n = 0;
+        while (w->task_start[n + 1] <= t)
+            n++;
+        int32_t first = w->start[n] + (t - w->task_start[n]) * TASK_ROWS, left = w->start[n + 1] - first;
+        expert(w, n, first, left < TASK_ROWS ? left : TASK_ROWS, a->x, a->weights, a->e, cpu_own(a->c, thread));
+    }
+}
+
+static void sum_tokens(void *arg, int64_t from, int64_t to, int thread)
+{
+    const experts_task *a = arg;
+    for (int64_t i = from; i < to; i++)
+        sum_token(a->y, i, a->w, a->ids, a->e, cpu_own(a->c, thread));
+}
+
 static void *piece(char **at, size_t bytes)
 {
     void *p = *at;
@@ -146,21 +174,10 @@ status cpu_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, co
     w.place = piece(&at, (size_t)edges * sizeof(int32_t));
     sort_edges(&w, ids, tokens, e);
     c->expert_tiles += w.start[e->count] / EXPERT_TILE;
+    experts_task t = {c, &w, y, x, ids, weights, e};
     double work = (double)w.start[e->count] * (double)x->cols;
-#pragma omp parallel num_threads(cpu_threads(c, work * e->inner * 3))
-    {
-#pragma omp for schedule(dynamic)
-        for (int32_t t = 0; t < w.task_start[e->count]; t++) {
-            int n = 0;
-            while (w.task_start[n + 1] <= t)
-                n++;
-            int32_t first = w.start[n] + (t - w.task_start[n]) * TASK_ROWS, left = w.start[n + 1] - first;
-            expert(&w, n, first, left < TASK_ROWS ? left : TASK_ROWS, x, weights, e, cpu_own(c));
-        }
-#pragma omp for
-        for (int64_t i = 0; i < tokens; i++)
-            sum_token(y, i, &w, ids, e, cpu_own(c));
-    }
+    cpu_parallel(c, work * e->inner * 3, w.task_start[e->count], 1, expert_runs, &t);
+    cpu_parallel(c, work, tokens, 1, sum_tokens, &t);
 out:
     return st;
 }

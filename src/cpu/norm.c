@@ -14,13 +14,25 @@ static void norm_row(float *y, const float *x, const float *w, int64_t n, float 
         y[i] = x[i] * scale * w[i];
 }
 
+typedef struct norm_task {
+    tensor *y;
+    const tensor *x, *w;
+    float eps;
+} norm_task;
+
+static void norm_rows(void *arg, int64_t from, int64_t to, int thread)
+{
+    const norm_task *t = arg;
+    (void)thread;
+    for (int64_t i = from; i < to; i++)
+        norm_row(cpu_row(t->y, i), cpu_row(t->x, i), t->w->data, t->x->cols, t->eps);
+}
+
 status cpu_norm(backend *b, tensor *y, const tensor *x, const tensor *w, float eps)
 {
     int64_t n = cpu_used(x);
     assert(x->type == F32 && y->type == F32 && w->type == F32 && w->cols == x->cols && y->rows >= n);
-#pragma omp parallel for num_threads(cpu_threads(cpu_of(b), (double)n * (double)x->cols))
-    for (int64_t i = 0; i < n; i++)
-        norm_row(cpu_row(y, i), cpu_row(x, i), w->data, x->cols, eps);
+    cpu_parallel(cpu_of(b), (double)n * (double)x->cols, n, 1, norm_rows, &(norm_task){y, x, w, eps});
     return OK;
 }
 
@@ -67,29 +79,54 @@ static void rotate_head(float *y, const float *x, const float *weight, const flo
     }
 }
 
+typedef struct rotate_task {
+    const cpu *c;
+    tensor *qkv;
+    kv_pool *kv;
+    int layer;
+    const float *q_norm, *k_norm; /* NULL: none */
+    const batch *in;
+    const slots *s;
+    const attention_rule *r;
+} rotate_task;
+
+static void rotate_rows(void *arg, int64_t from, int64_t to, int thread)
+{
+    const rotate_task *t = arg;
+    const attention_rule *r = t->r;
+    const tensor *pages = &t->s->page;
+    const int32_t *position = t->in->position.data, *of = t->in->slot.data, *page = pages->data;
+    int64_t d = r->head_dim;
+    (void)thread;
+    for (int64_t i = from; i < to; i++) {
+        const float *angle = (const float *)t->c->angles.data + (int64_t)position[i] * r->rotary_dim;
+        int64_t at = page[of[i] * pages->ld + position[i] / r->block_size];
+        at = (t->layer * (int64_t)t->kv->page_count + at) * r->block_size + position[i] % r->block_size;
+        float *q = cpu_row(t->qkv, i), *key = cpu_row(&t->kv->k, at);
+        for (int h = 0; h < r->heads; h++)
+            rotate_head(q + h * d, q + h * d, t->q_norm, angle, r);
+        const float *k = q + r->heads * d, *v = k + r->kv_heads * d;
+        for (int h = 0; h < r->kv_heads; h++)
+            rotate_head(key + h * d, k + h * d, t->k_norm, angle, r);
+        memcpy(cpu_row(&t->kv->v, at), v, (size_t)(r->kv_heads * d) * sizeof *v);
+    }
+}
+
 status cpu_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, const tensor *q_norm, const tensor *k_norm,
                   const batch *in, const slots *s, const attention_rule *r)
 {
     status st = OK;
     cpu *c = cpu_of(b);
-    int64_t n = cpu_used(&in->position), d = r->head_dim;
-    assert(qkv->type == F32 && kv->k.type == F32 && kv->v.type == F32 && qkv->cols == (r->heads + 2 * r->kv_heads) * d);
-    const int32_t *position = in->position.data, *of = in->slot.data, *page = s->page.data;
-    const float *qw = r->qk_norm ? q_norm->data : NULL, *kw = r->qk_norm ? k_norm->data : NULL;
-    TRY(angles(c, s->max_blocks * r->block_size, r));
-#pragma omp parallel for num_threads(cpu_threads(c, (double)n * (double)qkv->cols))
-    for (int64_t i = 0; i < n; i++) {
-        const float *angle = (const float *)c->angles.data + (int64_t)position[i] * r->rotary_dim;
-        int64_t at = page[of[i] * s->page.ld + position[i] / r->block_size];
-        at = (layer * (int64_t)kv->page_count + at) * r->block_size + position[i] % r->block_size;
-        float *q = cpu_row(qkv, i), *key = cpu_row(&kv->k, at);
-        for (int h = 0; h < r->heads; h++)
-            rotate_head(q + h * d, q + h * d, qw, angle, r);
-        const float *k = q + r->heads * d, *v = k + r->kv_heads * d;
-        for (int h = 0; h < r->kv_heads; h++)
-            rotate_head(key + h * d, k + h * d, kw, angle, r);
-        memcpy(cpu_row(&kv->v, at), v, (size_t)(r->kv_heads * d) * sizeof *v);
+    int64_t n = cpu_used(&in->position);
+    assert(qkv->type == F32 && kv->k.type == F32 && kv->v.type == F32);
+    assert(qkv->cols == (r->heads + 2 * r->kv_heads) * r->head_dim);
+    rotate_task t = {c, qkv, kv, layer, NULL, NULL, in, s, r};
+    if (r->qk_norm) {
+        t.q_norm = q_norm->data;
+        t.k_norm = k_norm->data;
     }
+    TRY(angles(c, s->max_blocks * r->block_size, r));
+    cpu_parallel(c, (double)n * (double)qkv->cols, n, 1, rotate_rows, &t);
 out:
     return st;
 }

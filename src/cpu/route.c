@@ -176,21 +176,41 @@ static void log_rows(const tensor *ids, plans *p, int layer, const batch *in, co
     }
 }
 
+typedef struct route_task {
+    tensor *ids, *weights;
+    const tensor *z, *bias;
+    const plans *p;
+    int layer;
+    const batch *in;
+    const slots *s;
+    const route_rule *r;
+    const block_rule *k;
+} route_task;
+
+static void route_rows(void *arg, int64_t from, int64_t to, int thread)
+{
+    const route_task *t = arg;
+    const int32_t *row = t->in->fresh.data, *of = t->in->slot.data, *role = t->in->role.data;
+    const slot *slot_of = t->s->slot.data;
+    (void)thread;
+    for (int64_t i = from; i < to; i++) {
+        int32_t x = of[row[i]];
+        const int32_t *support =
+            support_of(t->p, t->layer, &slot_of[x], x / t->k->cohort, role[row[i]] == ROW_SEALING, t->k);
+        route_row((int32_t *)t->ids->data + i * t->ids->ld, cpu_row(t->weights, i), cpu_row(t->z, i), t->bias->data,
+                  support, t->r);
+    }
+}
+
 status cpu_route(backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p, int layer,
                  const batch *in, const slots *s, const route_rule *r, const block_rule *k)
 {
     int64_t n = cpu_used(&in->fresh);
-    const int32_t *row = in->fresh.data, *of = in->slot.data, *role = in->role.data;
-    const slot *slot_of = s->slot.data;
+    route_task t = {ids, weights, z, bias, p, layer, in, s, r, k};
     assert(z->type == F32 && bias->type == F32 && weights->type == F32 && ids->type == I32);
     assert(z->cols == r->experts && ids->cols == r->top_k && r->experts <= SUM_TREE_EXPERTS);
     assert(p->log.ld == (int64_t)sizeof(layer_log));
-#pragma omp parallel for num_threads(cpu_threads(cpu_of(b), (double)n * r->experts * (8 + r->top_k)))
-    for (int64_t i = 0; i < n; i++) {
-        int32_t x = of[row[i]];
-        const int32_t *support = support_of(p, layer, &slot_of[x], x / k->cohort, role[row[i]] == ROW_SEALING, k);
-        route_row((int32_t *)ids->data + i * ids->ld, cpu_row(weights, i), cpu_row(z, i), bias->data, support, r);
-    }
+    cpu_parallel(cpu_of(b), (double)n * r->experts * (8 + r->top_k), n, 1, route_rows, &t);
     log_rows(ids, p, layer, in, s, r, k);
     return OK;
 }

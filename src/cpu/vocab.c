@@ -53,9 +53,9 @@ static void take(partial *p, float *z, int32_t first, int n, int32_t mask_id)
     join(p, &q);
 }
 
-/* Rows [0, rows) of h by the vocabulary rows of one task; found[i * tasks] is row i's. room: a padded tile, its logits,
- * a widened panel. */
-static void task(partial *found, int64_t tasks, const tensor *h, int64_t rows, const tensor *w, int64_t from,
+/* Rows [0, rows) of h by vocabulary rows [from, to); found[i * tasks] is row i's. room: a padded tile, its logits, a
+ * widened panel. */
+static void part(partial *found, int64_t tasks, const tensor *h, int64_t rows, const tensor *w, int64_t from,
                  int64_t to, int panel, int32_t mask_id, float *room)
 {
     int inner = (int)h->cols;
@@ -84,6 +84,24 @@ static void task(partial *found, int64_t tasks, const tensor *h, int64_t rows, c
     }
 }
 
+typedef struct head_task {
+    const cpu *c;
+    partial *found; /* [rows, tasks] */
+    int64_t rows, tasks, step;
+    const tensor *h, *w;
+    int panel;
+    int32_t mask_id;
+} head_task;
+
+static void parts(void *arg, int64_t first, int64_t last, int thread)
+{
+    const head_task *a = arg;
+    for (int64_t t = first; t < last; t++) {
+        int64_t from = t * a->step, to = from + a->step < a->w->rows ? from + a->step : a->w->rows;
+        part(a->found + t, a->tasks, a->h, a->rows, a->w, from, to, a->panel, a->mask_id, cpu_own(a->c, thread));
+    }
+}
+
 status cpu_head(backend *b, tensor *best, const tensor *h, const tensor *w, int32_t mask_id)
 {
     status st = OK;
@@ -96,10 +114,8 @@ status cpu_head(backend *b, tensor *best, const tensor *h, const tensor *w, int3
     TRY(cpu_scratch(c, (size_t)(n * tasks) * sizeof(partial),
                     ((size_t)DENSE_TILE * (size_t)(w->cols + panel) + cpu_panel_floats(w, panel)) * sizeof(float)));
     partial *found = c->shared.data;
-#pragma omp parallel for schedule(dynamic) num_threads(cpu_threads(c, (double)n * (double)vocab * (double)w->cols))
-    for (int64_t t = 0; t < tasks; t++)
-        task(found + t, tasks, h, n, w, t * step, (t + 1) * step < vocab ? (t + 1) * step : vocab, panel, mask_id,
-             cpu_own(c));
+    head_task a = {c, found, n, tasks, step, h, w, panel, mask_id};
+    cpu_parallel(c, (double)n * (double)vocab * (double)w->cols, tasks, 1, parts, &a);
     for (int64_t i = 0; i < n; i++) {
         partial p = found[i * tasks];
         for (int64_t t = 1; t < tasks; t++)

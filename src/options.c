@@ -31,7 +31,7 @@ static const flag table[] = {
     {"shots", TEXT, AT(shots), NULL, NULL, 0, 0, "N:FILE", "put N solved examples of a gsm8k file before each prompt"},
     {"template", TEXT, AT(template_file), NULL, NULL, 0, 0, "FILE", "chat form in place of the family's own"},
     {"device", CHOICE, AT(device), "auto", "auto|cpu|cuda", 0, 0, "", "what computes"},
-    {"threads", INT, AT(threads), "0", NULL, 0, 1024, "", "CPU threads of each rank; 0: the host's cores dealt to its ranks"},
+    {"threads", INT, AT(threads), "0", NULL, 0, 1024, "", "CPU threads of each rank; 0: the host's cores dealt to its ranks; never more than the cores it may run on"},
     {"mode", CHOICE, AT(mode), "epoch", "epoch|full|no-atlas|no-lsp|no-lane", 0, 0, "",
      "epoch; full: the exact dense executor; or epoch without one of its three parts"},
     {"batch", INT, AT(batch), "16", NULL, 1, 1 << 20, "sequences", "in flight over the whole job, dealt evenly to the ranks"},

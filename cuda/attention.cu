@@ -1,0 +1,579 @@
+/* Attention of query blocks over the pages of their slot: softmax(q k^T / sqrt(d)) v, no mask inside a block's horizon.
+ *
+ * On a Hopper GPU with heads of 128: the query heads that share a key head lie one behind the other, so that a block of
+ * B positions is (heads / kv_heads) * B rows against the same keys and values; a unit is 64 of these rows, one
+ * warpgroup's. Keys run in steps of 64 from position 0, with a running maximum, and every CHUNK keys start anew: the
+ * chunks' results are joined in order. Neither depends on anything but the number of keys, so whether one block takes a
+ * unit through all its chunks, or several take a chunk each and the last to finish joins them (few spans), the bits are
+ * the same.
+ *
+ * Any other shape: a warp takes a query row. */
+#include "cuda/device.cuh"
+#include "cuda/hopper.cuh"
+#include "cuda/maps.h"
+
+enum {
+    HEAD = 128,
+    KEYS = 64,              /* of a step */
+    CHUNK_STEPS = 4,        /* 256 keys */
+    UNIT = 64,              /* rows of a warpgroup */
+    HALF = UNIT * TILE_ROW, /* 64 rows by half a head: bytes */
+    QUERY_BYTES = 4 * HALF, /* two units */
+    STAGE_BYTES = 4 * HALF, /* keys, then values */
+    STAGES = 3,
+    AT_RING = 2 * QUERY_BYTES,
+    AT_TOTAL = AT_RING + STAGES * STAGE_BYTES, /* each warpgroup's chunks so far: F32 [HEAD / 2, 128] */
+    AT_BARRIERS = AT_TOTAL + 2 * HEAD / 2 * 128 * 4,
+    AT_LAST = AT_BARRIERS + (2 * STAGES + 4) * 8,
+    SHARED = AT_LAST + 16,
+    THREADS = 384,
+    UNITS_MOST = 1024,  /* that may be split */
+    CHUNKS_MOST = 4096, /* of all split units */
+    PARTIAL_FLOATS = (HEAD / 2 + 4) * 128
+};
+
+typedef struct attend_op {
+    tensor y, page;
+    const span *spans;
+    const int32_t *span_count;
+    float *partial; /* [units that may be split, most_chunks, PARTIAL_FLOATS] */
+    int span_rows;  /* most spans */
+    int block, heads, kv_heads, group;
+    int units;       /* of one key head */
+    int split_units; /* all units are split where there are at most so many */
+    int most_chunks;
+    int page_base; /* the layer's first page */
+    float scale;   /* log2(e) / sqrt(HEAD) */
+} attend_op;
+
+/* A piece of work: `count` units from `unit` on, against steps [from, to) of the keys. */
+typedef struct attend_item {
+    span at;
+    int kv_head, unit, count, from, to, keys, chunk, chunks;
+    int index; /* among all units, where they are split */
+} attend_item;
+
+/* How many pieces there are; split: one unit and one chunk each, else two units and all chunks. */
+static __device__ __forceinline__ int attend_items(const attend_op &op, bool &split)
+{
+    int spans = op.span_count ? *op.span_count : op.span_rows;
+    spans = spans < op.span_rows ? spans : op.span_rows;
+    int units = spans * op.kv_heads * op.units;
+    split = units <= op.split_units;
+    return split ? units * op.most_chunks : spans * op.kv_heads * ((op.units + 1) / 2);
+}
+
+/* Piece i; false: there is nothing to do. */
+static __device__ __forceinline__ bool attend_find(const attend_op &op, bool split, int i, attend_item &w)
+{
+    int chunk = 0, tiles = split ? op.units : (op.units + 1) / 2;
+    if (split) {
+        chunk = i % op.most_chunks;
+        i /= op.most_chunks;
+    }
+    w.index = i;
+    w.unit = i % tiles * (split ? 1 : 2);
+    w.kv_head = i / tiles % op.kv_heads;
+    w.at = op.spans[i / tiles / op.kv_heads];
+    w.count = split || w.unit + 1 == op.units ? 1 : 2;
+    w.keys = (w.at.block + 1) * op.block;
+    int steps = (w.keys + KEYS - 1) / KEYS;
+    w.chunks = (steps + CHUNK_STEPS - 1) / CHUNK_STEPS;
+    w.chunk = chunk;
+    w.from = split ? chunk * CHUNK_STEPS : 0;
+    w.to = split && w.from + CHUNK_STEPS < steps ? w.from + CHUNK_STEPS : steps;
+    return w.from < w.to;
+}
+
+typedef struct attend_rings {
+    uint32_t at, full, empty, query_full, query_empty;
+} attend_rings;
+
+static __device__ __forceinline__ attend_rings attend_shared(const uint8_t *room)
+{
+    const uint32_t at = shared_at(room), barriers = at + AT_BARRIERS;
+    return {at, barriers, barriers + STAGES * 8, barriers + 2 * STAGES * 8, barriers + (2 * STAGES + 2) * 8};
+}
+
+static __device__ void attend_feed(const attend_op &op, const uint8_t *room, const CUtensorMap *q, const CUtensorMap *k,
+                                   const CUtensorMap *v)
+{
+    const attend_rings b = attend_shared(room);
+    bool split;
+    const int items = attend_items(op, split);
+    uint32_t stage = 0, parity = 1, query = 0, query_parity = 1;
+    const uint32_t page_bytes = (uint32_t)op.block * TILE_ROW;
+    for (int i = (int)blockIdx.x; i < items; i += (int)gridDim.x) {
+        attend_item w;
+        if (!attend_find(op, split, i, w))
+            continue;
+        int first = w.unit * UNIT / op.block,
+            last = (w.unit + w.count) * UNIT / op.block; /* query heads of the group */
+        last = last < op.group ? last : op.group;
+        uint32_t full = b.query_full + 8 * query, to = b.at + query * QUERY_BYTES;
+        barrier_wait(b.query_empty + 8 * query, query_parity);
+        barrier_expect(full, (uint32_t)(last - first) * 2 * page_bytes);
+        for (int h = first; h < last; h++)
+            for (int half = 0; half < 2; half++)
+                copy_box2(to + (uint32_t)half * 2 * HALF + (uint32_t)(h - first) * page_bytes, q, full,
+                          (w.kv_head * op.group + h) * HEAD + half * 64, w.at.row);
+        query ^= 1;
+        query_parity ^= query == 0;
+        const int32_t *page = row_of<int32_t>(op.page, w.at.slot);
+        for (int t = w.from; t < w.to; t++) {
+            uint32_t done = b.full + 8 * stage, into = b.at + AT_RING + stage * STAGE_BYTES;
+            barrier_wait(b.empty + 8 * stage, parity);
+            barrier_expect(done, STAGE_BYTES);
+            for (int p = t * KEYS / op.block; p < (t + 1) * KEYS / op.block; p++, into += page_bytes) {
+                /* behind the last block its page again: those scores are masked, but 0 times a value must be 0 */
+                int row = (op.page_base + page[p < w.at.block ? p : w.at.block]) * op.block;
+                for (int half = 0; half < 2; half++) {
+                    copy_box2(into + (uint32_t)half * HALF, k, done, w.kv_head * HEAD + half * 64, row);
+                    copy_box2(into + (uint32_t)(2 + half) * HALF, v, done, w.kv_head * HEAD + half * 64, row);
+                }
+            }
+            if (++stage == STAGES) {
+                stage = 0;
+                parity ^= 1;
+            }
+        }
+    }
+}
+
+/* What a thread knows of its two rows (16 (t / 32) + (t % 32) / 4 of the unit, and 8 further). */
+typedef struct attend_rows {
+    float most[2], sum[2];
+} attend_rows;
+
+/* Units that are split: how many of their chunks are done. Left at zero by whoever joins them. */
+static __device__ int32_t chunks_done[UNITS_MOST];
+
+static __device__ __forceinline__ float quad_max(float x)
+{
+    x = fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 1));
+    return fmaxf(x, __shfl_xor_sync(EVERY_LANE, x, 2));
+}
+
+static __device__ __forceinline__ float quad_sum(float x)
+{
+    x += __shfl_xor_sync(EVERY_LANE, x, 1);
+    return x + __shfl_xor_sync(EVERY_LANE, x, 2);
+}
+
+/* How two partial results meet: what each is multiplied with. `all` becomes both. */
+static __device__ __forceinline__ void attend_meet(attend_rows &all, const attend_rows &r, float (&a)[2], float (&b)[2],
+                                                   float scale)
+{
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float most = fmaxf(all.most[i], r.most[i]);
+        a[i] = power2(__fmul_rn(all.most[i] - most, scale));
+        b[i] = power2(__fmul_rn(r.most[i] - most, scale));
+        all.most[i] = most;
+        all.sum[i] = __fmaf_rn(all.sum[i], a[i], __fmul_rn(r.sum[i], b[i]));
+    }
+}
+
+/* s = q k^T of a unit and a step; the caller commits. */
+static __device__ __forceinline__ void attend_scores(float (&s)[KEYS / 2], uint32_t q, uint32_t k)
+{
+#pragma unroll
+    for (int i = 0; i < HEAD / 16; i++)
+        product<KEYS>::run(s, operand(q + (uint32_t)(i / 4) * 2 * HALF) + 2 * (i % 4),
+                           operand(k + (uint32_t)(i / 4) * HALF) + 2 * (i % 4), i > 0);
+}
+
+/* Scores to exponentials, in place; `fresh`: the first step of a chunk. Sets by how much what came before
+ * shrinks. */
+static __device__ __forceinline__ void attend_softmax(float (&s)[KEYS / 2], attend_rows &r, float (&shrink)[2],
+                                                      int keys, bool fresh, float scale)
+{
+    int quad = (int)threadIdx.x % 4;
+    if (keys < KEYS) {
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++)
+            if (i / 4 * 8 + quad * 2 + i % 2 >= keys)
+                s[i] = -INFINITY;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float most = fresh ? -INFINITY : r.most[h];
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++)
+            if (i / 2 % 2 == h)
+                most = fmaxf(most, s[i]);
+        most = quad_max(most);
+        shrink[h] = fresh ? 0.0f : power2((r.most[h] - most) * scale);
+        r.most[h] = most;
+        float shift = most * scale, sum = 0;
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++)
+            if (i / 2 % 2 == h) {
+                s[i] = power2(__fmaf_rn(s[i], scale, -shift));
+                sum += s[i];
+            }
+        r.sum[h] = fresh ? sum : __fmaf_rn(r.sum[h], shrink[h], sum);
+    }
+}
+
+/* The unit's result: through the room of its queries, rows of 128 bytes to y. */
+static __device__ __forceinline__ void attend_out(const attend_op &op, const attend_item &w, int side,
+                                                  const float (&o)[HEAD / 2], const attend_rows &r, uint32_t room)
+{
+    int me = (int)threadIdx.x % 128, warp = me / WARP, lane = me % WARP;
+    float scale[2] = {1 / r.sum[0], 1 / r.sum[1]};
+    meet(1 + side, 128); /* nobody reads these queries any more */
+#pragma unroll
+    for (int i = 0; i < HEAD / 4; i++) { /* columns 8 (i / 2) + 2 (lane % 4) of row i % 2 */
+        int row = 16 * warp + lane / 4 + i % 2 * 8, chunk = i / 2 % 8;
+        uint32_t at = room + (uint32_t)(i / 16) * 2 * HALF +
+                      (uint32_t)(row * TILE_ROW + ((chunk ^ (row & 7)) << 4) + lane % 4 * 4);
+        uint32_t v = pair(o[4 * (i / 2) + 2 * (i % 2)] * scale[i % 2], o[4 * (i / 2) + 2 * (i % 2) + 1] * scale[i % 2]);
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+    }
+    meet(1 + side, 128);
+    for (int i = 0; i < 8; i++) { /* 64 rows of two halves of eight chunks */
+        int at = i * 128 + me, chunk = at % 8, half = at / 8 % 2, row = at / 16, all = (w.unit + side) * UNIT + row;
+        if (all < op.group * op.block) {
+            bf16 *to = row_of<bf16>(op.y, w.at.row + all % op.block) + (w.kv_head * op.group + all / op.block) * HEAD;
+            *(uint4 *)(to + half * 64 + chunk * 8) = shared_load16(
+                room + (uint32_t)half * 2 * HALF + (uint32_t)(row * TILE_ROW + ((chunk ^ (row & 7)) << 4)));
+        }
+    }
+    fence_written(); /* before the copy engine writes here */
+}
+
+/* A chunk of a split unit waits in device memory; whoever finishes the last one joins them all, in order. True: it was
+ * this warpgroup, and o and all are the unit's. */
+static __device__ __forceinline__ bool attend_gather(const attend_op &op, const attend_item &w, int side,
+                                                     float (&o)[HEAD / 2], attend_rows &all, int32_t *last)
+{
+    int me = (int)threadIdx.x % 128;
+    float *unit = op.partial + (int64_t)w.index * op.most_chunks * PARTIAL_FLOATS + me;
+    float *mine = unit + (int64_t)w.chunk * PARTIAL_FLOATS, *rows = mine + HEAD / 2 * 128;
+#pragma unroll
+    for (int i = 0; i < HEAD / 2; i++)
+        mine[i * 128] = o[i];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        rows[i * 128] = all.most[i];
+        rows[(2 + i) * 128] = all.sum[i];
+    }
+    __threadfence();
+    meet(1 + side, 128);
+    if (me == 0)
+        *last = atomicAdd(&chunks_done[w.index], 1) == w.chunks - 1;
+    meet(1 + side, 128);
+    if (!*last)
+        return false;
+    __threadfence();
+    for (int c = 0; c < w.chunks; c++) {
+        const float *from = unit + (int64_t)c * PARTIAL_FLOATS;
+        attend_rows r;
+        float a[2] = {0, 0}, b[2] = {1, 1};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            r.most[i] = __ldcg(from + (HEAD / 2 + i) * 128);
+            r.sum[i] = __ldcg(from + (HEAD / 2 + 2 + i) * 128);
+        }
+        if (c > 0)
+            attend_meet(all, r, a, b, op.scale);
+        else
+            all = r;
+#pragma unroll
+        for (int i = 0; i < HEAD / 2; i++) {
+            float x = __ldcg(from + i * 128);
+            o[i] = c > 0 ? __fmaf_rn(o[i], a[i / 2 % 2], __fmul_rn(x, b[i / 2 % 2])) : x;
+        }
+    }
+    if (me == 0)
+        chunks_done[w.index] = 0;
+    return true;
+}
+
+static __device__ __forceinline__ void attend_release(uint32_t barrier)
+{
+    if (threadIdx.x % WARP == 0)
+        barrier_arrive(barrier);
+}
+
+/* o (+)= p v of a unit and a step; the caller commits. */
+static __device__ __forceinline__ void attend_values(float (&o)[HEAD / 2], const uint32_t (&p)[KEYS / 16][4],
+                                                     uint32_t v, int add)
+{
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++)
+        product_across(o, p[i], operand_across(v + (uint32_t)i * 2 * ATOM, HALF), i > 0 ? 1 : add);
+}
+
+/* The chunk that step t belongs to is complete in o and r: o, and all, become what the chunks up to it have come to.
+ * Kept in `total` (this thread's, 128 apart) where more follow. */
+static __device__ __forceinline__ void attend_end_chunk(const attend_op &op, int from, int t, float (&o)[HEAD / 2],
+                                                        attend_rows r, attend_rows &all, float *total, bool more)
+{
+    float a[2] = {0, 0}, b[2] = {1, 1};
+    const bool join = t - from >= CHUNK_STEPS;
+    r.sum[0] = quad_sum(r.sum[0]);
+    r.sum[1] = quad_sum(r.sum[1]);
+    if (join)
+        attend_meet(all, r, a, b, op.scale);
+    else
+        all = r;
+#pragma unroll
+    for (int i = 0; i < HEAD / 2; i++) {
+        if (join)
+            o[i] = __fmaf_rn(total[i * 128], a[i / 2 % 2], __fmul_rn(o[i], b[i / 2 % 2]));
+        if (more)
+            total[i * 128] = o[i];
+    }
+}
+
+/* Step t from its scores to p, what is multiplied with its values. The exponentials run beside the product of the step
+ * before with its values, which is over when this returns. */
+static __device__ __forceinline__ void attend_step(const attend_op &op, const attend_rings &b, int from, int t,
+                                                   int keys, float (&s)[KEYS / 2], uint32_t (&p)[KEYS / 16][4],
+                                                   float (&o)[HEAD / 2], attend_rows &r, attend_rows &all, float *total,
+                                                   uint32_t stage)
+{
+    const bool fresh = t % CHUNK_STEPS == 0;
+    const attend_rows before = r;
+    float shrink[2];
+    attend_softmax(s, r, shrink, keys - t * KEYS, fresh, op.scale);
+    products_wait<0>();
+    hold(o);
+    hold(s); /* p replaces the registers of that product */
+    if (t > from) {
+        attend_release(b.empty + 8 * (stage == 0 ? STAGES - 1 : stage - 1));
+        if (fresh)
+            attend_end_chunk(op, from, t - 1, o, before, all, total, true);
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD / 2; i++)
+        o[i] *= shrink[i / 2 % 2];
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++)
+        p[i / 4][i % 4] = pair(s[2 * i], s[2 * i + 1]);
+}
+
+static __device__ void attend_consume(const attend_op &op, uint8_t *room, int side)
+{
+    const attend_rings b = attend_shared(room);
+    bool split;
+    const int items = attend_items(op, split);
+    float *total = (float *)(room + AT_TOTAL) + side * (HEAD / 2 * 128) + threadIdx.x % 128;
+    int32_t *last = (int32_t *)(room + AT_LAST) + side;
+    uint32_t stage = 0, parity = 0, query = 0, query_parity = 0;
+    for (int i = (int)blockIdx.x; i < items; i += (int)gridDim.x) {
+        attend_item w;
+        if (!attend_find(op, split, i, w))
+            continue;
+        const uint32_t q = b.at + query * QUERY_BYTES + (uint32_t)side * HALF;
+        barrier_wait(b.query_full + 8 * query, query_parity);
+        if (side >= w.count) {
+            for (int t = w.from; t < w.to; t++) {
+                barrier_wait(b.full + 8 * stage, parity);
+                attend_release(b.empty + 8 * stage);
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+                parity ^= stage == 0;
+            }
+        } else {
+            float s[KEYS / 2], o[HEAD / 2];
+            attend_rows r, all;
+            barrier_wait(b.full + 8 * stage, parity);
+            products_begin();
+            attend_scores(s, q, b.at + AT_RING + stage * STAGE_BYTES);
+            products_commit();
+            products_wait<0>();
+            hold(s);
+            const int from = w.from, to = w.to, keys = w.keys;
+            for (int t = from; t + 1 < to; t++) {
+                uint32_t p[KEYS / 16][4];
+                attend_step(op, b, from, t, keys, s, p, o, r, all, total, stage);
+                const uint32_t values = b.at + AT_RING + stage * STAGE_BYTES + 2 * HALF;
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+                parity ^= stage == 0;
+                barrier_wait(b.full + 8 * stage, parity);
+                products_begin();
+                attend_scores(s, q, b.at + AT_RING + stage * STAGE_BYTES);
+                products_commit();
+                attend_values(o, p, values, t % CHUNK_STEPS != 0);
+                products_commit();
+                products_wait<1>();
+                hold(s);
+            }
+            uint32_t p[KEYS / 16][4];
+            attend_step(op, b, from, to - 1, keys, s, p, o, r, all, total, stage);
+            products_begin();
+            attend_values(o, p, b.at + AT_RING + stage * STAGE_BYTES + 2 * HALF, (to - 1) % CHUNK_STEPS != 0);
+            products_commit();
+            products_wait<0>();
+            hold(o);
+            attend_release(b.empty + 8 * stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            parity ^= stage == 0;
+            attend_end_chunk(op, from, to - 1, o, r, all, total, false);
+            attend_find(op, split, i, w); /* once more, rather than kept through the steps */
+            if (!split || w.chunks == 1 || attend_gather(op, w, side, o, all, last))
+                attend_out(op, w, side, o, all, q);
+        }
+        attend_release(b.query_empty + 8 * query);
+        query ^= 1;
+        query_parity ^= query == 0;
+    }
+}
+
+static __global__ void __launch_bounds__(THREADS, 1)
+    attend_kernel(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                  const __grid_constant__ CUtensorMap v, const __grid_constant__ attend_op op)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t room[];
+    if (threadIdx.x == 0) {
+        const attend_rings b = attend_shared(room);
+        prefetch_map(&q);
+        prefetch_map(&k);
+        prefetch_map(&v);
+        for (uint32_t i = 0; i < STAGES; i++) {
+            barrier_init(b.full + 8 * i, 1);
+            barrier_init(b.empty + 8 * i, 8); /* the warps that multiply */
+        }
+        for (uint32_t i = 0; i < 2; i++) {
+            barrier_init(b.query_full + 8 * i, 1);
+            barrier_init(b.query_empty + 8 * i, 8);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        registers_fewer<40>();
+        if (threadIdx.x == 0)
+            attend_feed(op, room, &q, &k, &v);
+    } else {
+        registers_more<232>();
+        attend_consume(op, room, (int)threadIdx.x / 128 - 1);
+    }
+#else
+    (void)q, (void)k, (void)v, (void)op;
+    __trap(); /* the launcher asks cuda_is_hopper */
+#endif
+}
+
+static status attend_wide(cuda *c, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in,
+                          const slots *s, const attention_rule *r)
+{
+    status st = OK;
+    attend_op op = {.y = *y,
+                    .page = s->page,
+                    .spans = (const span *)in->span.data,
+                    .span_count = in->span.used,
+                    .partial = NULL,
+                    .span_rows = (int)in->span.rows,
+                    .block = r->block_size,
+                    .heads = r->heads,
+                    .kv_heads = r->kv_heads,
+                    .group = r->heads / r->kv_heads,
+                    .units = (r->heads / r->kv_heads * r->block_size + UNIT - 1) / UNIT,
+                    .split_units = 0,
+                    .most_chunks = (s->max_blocks * r->block_size + KEYS * CHUNK_STEPS - 1) / (KEYS * CHUNK_STEPS),
+                    .page_base = layer * kv->page_count,
+                    .scale = 1.44269504f / sqrtf((float)HEAD)};
+    int most = op.span_rows * op.kv_heads * op.units;
+    int split = CHUNKS_MOST / op.most_chunks < c->sm_count ? CHUNKS_MOST / op.most_chunks : c->sm_count;
+    if (op.most_chunks > 1) {
+        op.split_units = split < most ? split : most;
+        void *room;
+        st = cuda_scratch(c, &room, (size_t)op.split_units * (size_t)op.most_chunks * PARTIAL_FLOATS * sizeof(float));
+        op.partial = (float *)room;
+    }
+    CUtensorMap q_map, k_map, v_map;
+    if (st == OK)
+        st = cuda_map_rows(&q_map, qkv, r->block_size);
+    if (st == OK)
+        st = cuda_map_rows(&k_map, &kv->k, r->block_size);
+    if (st == OK)
+        st = cuda_map_rows(&v_map, &kv->v, r->block_size);
+    if (st != OK)
+        return st;
+    cudaError_t e = cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
+    if (e != cudaSuccess)
+        return cuda_check(e, "attention", __FILE__, __LINE__);
+    attend_kernel<<<cuda_grid(c, (int64_t)most * op.most_chunks, 1), THREADS, SHARED, c->stream>>>(q_map, k_map, v_map,
+                                                                                                   op);
+    return CUDA_LAUNCHED("attention");
+}
+
+/* ---- any shape: a warp takes one head's query row; 32 keys at a time, one a lane, with a running maximum */
+
+enum { PLAIN_WARPS = 4, PLAIN_HEAD = 256 };
+
+static __global__ void __launch_bounds__(PLAIN_WARPS *WARP)
+    plain_kernel(tensor y, tensor qkv, kv_pool kv, tensor spans, tensor pages, int page_base, int block, int heads,
+                 int kv_heads, int dim)
+{
+    __shared__ float query[PLAIN_WARPS][PLAIN_HEAD];
+    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
+    int64_t items = used_rows(spans) * block * heads, step = (int64_t)gridDim.x * PLAIN_WARPS;
+    float scale = rsqrtf((float)dim);
+    for (int64_t i = (int64_t)blockIdx.x * PLAIN_WARPS + warp; i < items; i += step) {
+        span at = ((const span *)spans.data)[i / heads / block];
+        int head = (int)(i % heads), kv_head = head / (heads / kv_heads);
+        int64_t row = at.row + i / heads % block;
+        const int32_t *page = row_of<int32_t>(pages, at.slot);
+        for (int d = lane; d < dim; d += WARP)
+            query[warp][d] = widen(row_of<bf16>(qkv, row)[head * dim + d]) * scale;
+        __syncwarp();
+        float most = -INFINITY, sum = 0, o[PLAIN_HEAD / WARP] = {};
+        int keys = (at.block + 1) * block;
+        for (int first = 0; first < keys; first += WARP) {
+            int key = first + lane < keys ? first + lane : keys - 1;
+            int64_t where = (int64_t)(page_base + page[key / block]) * block + key % block;
+            const bf16 *k = row_of<bf16>(kv.k, where) + kv_head * dim;
+            float score = 0;
+            for (int d = 0; d < dim; d++)
+                score = fmaf(query[warp][d], widen(k[d]), score);
+            score = first + lane < keys ? score : -INFINITY;
+            float peak = score;
+            for (int half = WARP / 2; half > 0; half /= 2)
+                peak = fmaxf(peak, __shfl_xor_sync(EVERY_LANE, peak, half));
+            peak = fmaxf(peak, most);
+            float shrink = __expf(most - peak), p = __expf(score - peak);
+            most = peak;
+            sum = sum * shrink + warp_sum(p);
+            for (int j = 0; j < PLAIN_HEAD / WARP; j++)
+                o[j] *= shrink;
+            for (int t = 0; t < WARP && first + t < keys; t++) {
+                float weight = __shfl_sync(EVERY_LANE, p, t);
+                const bf16 *v = row_of<bf16>(kv.v, __shfl_sync(EVERY_LANE, where, t)) + kv_head * dim;
+                for (int j = 0; j < PLAIN_HEAD / WARP; j++)
+                    if (j * WARP + lane < dim)
+                        o[j] = fmaf(weight, widen(v[j * WARP + lane]), o[j]);
+            }
+        }
+        __syncwarp();
+        for (int j = 0; j < PLAIN_HEAD / WARP; j++)
+            if (j * WARP + lane < dim)
+                narrow(&row_of<bf16>(y, row)[head * dim + j * WARP + lane], o[j] / sum);
+    }
+}
+
+static bool aligned(const tensor *t)
+{
+    return (uintptr_t)t->data % 16 == 0 && t->ld % 8 == 0;
+}
+
+extern "C" status cuda_attend(backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in,
+                              const slots *s, const attention_rule *r)
+{
+    cuda *c = cuda_of(b);
+    assert(y->type == BF16 && qkv->type == BF16 && kv->k.type == BF16 && kv->v.type == BF16);
+    assert(y->cols == r->heads * r->head_dim && r->heads % r->kv_heads == 0 && r->head_dim <= PLAIN_HEAD);
+    if (in->span.rows == 0)
+        return OK;
+    if (r->head_dim == HEAD && r->block_size % 8 == 0 && KEYS % r->block_size == 0 && aligned(y) && aligned(qkv) &&
+        aligned(&kv->k) && aligned(&kv->v) && cuda_is_hopper(c))
+        return attend_wide(c, y, qkv, kv, layer, in, s, r);
+    int64_t items = in->span.rows * r->block_size * r->heads;
+    plain_kernel<<<cuda_grid(c, (items + PLAIN_WARPS - 1) / PLAIN_WARPS, 16), PLAIN_WARPS * WARP, 0, c->stream>>>(
+        *y, *qkv, *kv, in->span, s->page, layer * kv->page_count, r->block_size, r->heads, r->kv_heads, r->head_dim);
+    return CUDA_LAUNCHED("attention");
+}

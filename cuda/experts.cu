@@ -1,0 +1,583 @@
+/* The routed experts of one rank: edges sorted by expert; of each expert act = silu(gate x) * (up x) over its tokens,
+ * then term = weight * (down act), both BF16; then each token's sum over its terms, fp32 in the tree's order
+ * (sum_tree.h).
+ *
+ * An edge's place is its rank in the sorted order. A tile is a run of places of one expert: at most 256 of them where
+ * gemm.cuh multiplies (a Hopper GPU, whole 64 x 64 boxes), which reads each weight of a touched expert once a tile and
+ * no others at all; at most 16 in the plain kernel for any shape. A place's result is the same wherever it lies. */
+#include "cuda/gemm.cuh"
+
+#include "src/base/sum_tree.h"
+
+typedef struct worklist {
+    int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8) */
+    int4 *tile;        /* expert of this rank, first place, places */
+    int32_t *edge_at;  /* [places]: token * top_k + j */
+    int32_t *place_of; /* [edges]; of an edge to another rank or none: not written */
+} worklist;
+
+/* ---- the sort */
+
+enum { SORT_BLOCKS = 8, SORT_WARPS = 32, SORT_THREADS = SORT_WARPS * WARP };
+
+/* The sum of x over the threads before this one; `sums` has SORT_WARPS. All threads call. */
+static __device__ __forceinline__ int32_t sum_before(int32_t x, int32_t *sums)
+{
+    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
+    int32_t sum = x;
+    for (int step = 1; step < WARP; step *= 2) {
+        int32_t other = __shfl_up_sync(EVERY_LANE, sum, step);
+        sum += lane >= step ? other : 0;
+    }
+    if (lane == WARP - 1)
+        sums[warp] = sum;
+    __syncthreads();
+    int32_t before = 0;
+    for (int i = 0; i < warp; i++)
+        before += sums[i];
+    __syncthreads();
+    return before + sum - x;
+}
+
+/* The expert of this rank that edge i goes to; -1: none. */
+static __device__ __forceinline__ int edge_expert(const tensor &ids, int64_t i, int64_t edges, int first, int count)
+{
+    if (i >= edges)
+        return -1;
+    int id = row_of<int32_t>(ids, i / ids.cols)[i % ids.cols] - first;
+    return id >= 0 && id < count ? id : -1;
+}
+
+/* A stable counting sort by one cluster of BLOCKS blocks. Each warp owns a run of edges: it counts them by expert,
+ * learns where its own of each expert begin, and goes over them again. */
+template <int BLOCKS>
+static __global__ void __launch_bounds__(SORT_THREADS, 1)
+    sort_kernel(tensor ids, int first, int count, int most, worklist w)
+{
+    extern __shared__ int32_t sort_room[]; /* [SORT_WARPS, count] counts, then [count] totals and [count] starts */
+    __shared__ int32_t sums[SORT_WARPS], widest;
+    int32_t *total = sort_room + SORT_WARPS * count, *start = total + count;
+    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, me = (int)threadIdx.x;
+    int32_t *mine = sort_room + warp * count;
+    int64_t edges = used_rows(ids) * ids.cols;
+    int64_t run = (edges + BLOCKS * SORT_THREADS - 1) / (BLOCKS * SORT_THREADS) * WARP;
+    int64_t from = ((int64_t)blockIdx.x * SORT_WARPS + warp) * run;
+    for (int i = me; i < SORT_WARPS * count; i += SORT_THREADS)
+        sort_room[i] = 0;
+    if (me == 0)
+        widest = 8;
+    __syncthreads();
+    for (int64_t i = from; i < from + run && i < edges; i += WARP) {
+        int e = edge_expert(ids, i + lane, edges, first, count);
+        uint32_t same = __match_any_sync(EVERY_LANE, e);
+        if (e >= 0 && lane == __ffs((int)same) - 1)
+            mine[e] += __popc(same);
+        __syncwarp();
+    }
+    __syncthreads();
+    if (me < count) {
+        int32_t sum = 0;
+        for (int i = 0; i < SORT_WARPS; i++) {
+            int32_t here = sort_room[i * count + me];
+            sort_room[i * count + me] = sum;
+            sum += here;
+        }
+        total[me] = sum;
+    }
+    int32_t all = 0, before = 0;
+#if __CUDA_ARCH__ >= 900
+    if (BLOCKS > 1) {
+        cluster_meet();
+        if (me < count)
+            for (int i = 0; i < BLOCKS; i++) {
+                int32_t theirs = cluster_load(shared_at(&total[me]), i);
+                before += i < (int)blockIdx.x ? theirs : 0;
+                all += theirs;
+            }
+        cluster_meet(); /* no block leaves while others read its totals */
+    } else
+#endif
+        all = me < count ? total[me] : 0;
+    int32_t begin = sum_before(all, sums);
+    if (me < count)
+        start[me] = begin + before;
+    if (blockIdx.x == 0) {
+        int32_t tiles = (all + most - 1) / most, tile = sum_before(tiles, sums);
+        for (int32_t i = 0, at = begin; i < tiles; i++) {
+            int32_t places = all / tiles + (i < all % tiles);
+            w.tile[tile + i] = make_int4(me, at, places, 0);
+            at += places;
+        }
+        if (tiles > 0)
+            atomicMax(&widest, gemm_width(all / tiles + (all % tiles > 0)));
+        __syncthreads();
+        if (me == SORT_THREADS - 1) {
+            w.head[0] = tile + tiles;
+            w.head[1] = widest;
+        }
+    }
+    __syncthreads();
+    for (int64_t i = from; i < from + run && i < edges; i += WARP) {
+        int e = edge_expert(ids, i + lane, edges, first, count);
+        uint32_t same = __match_any_sync(EVERY_LANE, e);
+        int32_t place = e >= 0 ? start[e] + mine[e] + __popc(same & ((1u << lane) - 1)) : 0;
+        __syncwarp();
+        if (e >= 0) {
+            w.edge_at[place] = (int32_t)(i + lane);
+            w.place_of[i + lane] = place;
+            if (lane == __ffs((int)same) - 1)
+                mine[e] += __popc(same);
+        }
+        __syncwarp();
+    }
+}
+
+/* ---- products on whole boxes */
+
+static __device__ __forceinline__ float silu(float x)
+{
+    return __fdividef(x, 1.0f + __expf(-x));
+}
+
+/* A box holds 32 features: eight gate rows, their eight up rows, and so on, so that a thread's accumulator has both. */
+struct gate_up_op {
+    enum { GROUPS = 4, FACTORS = 0 };
+    const bf16 *x;
+    worklist w;
+    bf16 *act;
+    int ld, top_k, hidden, inner;
+
+    __device__ gemm_shape shape() const
+    {
+        return {.tiles = w.head[0] * (inner / 64),
+                .blocks = 2,
+                .tokens = w.head[1],
+                .steps = hidden / TILE_K,
+                .across = inner / 64,
+                .each = 0};
+    }
+
+    __device__ gemm_tile tile(const gemm_shape &s, int t) const
+    {
+        int4 run = w.tile[t / s.across];
+        return {.expert = run.x, .group = t % s.across * 8, .blocks = 2, .first = run.y, .rows = run.z};
+    }
+
+    __device__ uint32_t source(const gemm_tile &tile, int r) const
+    {
+        return (uint32_t)(w.edge_at[tile.first + r] / top_k) * (uint32_t)(ld / 8);
+    }
+
+    __device__ float factor(const gemm_tile &, int) const
+    {
+        return 1;
+    }
+
+    /* 64 tokens at a time, each half of the room in turn: rows of 32 features, 64 bytes, two to a line of banks. */
+    __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
+                           const float *) const
+    {
+        int me = (int)threadIdx.x % 128, warp = me / WARP, lane = me % WARP;
+        bf16 *to = act + tile.group * 8 + side * 32;
+#pragma unroll
+        for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
+            if (8 * j >= tile.rows)
+                break;
+            uint32_t half = room + (uint32_t)(j / 8 & 1) * (GEMM_ROOM / 2);
+#pragma unroll
+            for (int i = 0; i < 8; i += 4) {
+                uint32_t v[4];
+#pragma unroll
+                for (int h = 0; h < 4; h++) {
+                    int b = 4 * (j + i + h);
+                    v[h] = pair(silu(acc[b]) * acc[b + 2], silu(acc[b + 1]) * acc[b + 3]);
+                }
+                int token = 8 * (i + lane / 8) + lane % 8;
+                store_across(half + (uint32_t)(token * 64 + ((warp ^ (token >> 1 & 3)) << 4)), v[0], v[1], v[2], v[3]);
+            }
+            meet(2 + side, 128);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int token = (me >> 2) + 32 * i, chunk = me & 3;
+                if (8 * j + token < tile.rows)
+                    *(uint4 *)(to + (int64_t)(tile.first + 8 * j + token) * inner + chunk * 8) =
+                        shared_load16(half + (uint32_t)(token * 64 + ((chunk ^ (token >> 1 & 3)) << 4)));
+            }
+        }
+        meet(2 + side, 128); /* the room may be written again */
+    }
+};
+
+struct down_op {
+    enum { GROUPS = 8, FACTORS = 1 };
+    const bf16 *x; /* act */
+    worklist w;
+    tensor weights;
+    bf16 *term;
+    int hidden, inner;
+
+    __device__ gemm_shape shape() const
+    {
+        int across = (hidden / 64 + 1) / 2;
+        return {.tiles = w.head[0] * across,
+                .blocks = 2,
+                .tokens = w.head[1],
+                .steps = inner / TILE_K,
+                .across = across,
+                .each = 0};
+    }
+
+    __device__ gemm_tile tile(const gemm_shape &s, int t) const
+    {
+        int4 run = w.tile[t / s.across];
+        int box = t % s.across * 2;
+        return {
+            .expert = run.x, .group = box * 8, .blocks = hidden / 64 - box < 2 ? 1 : 2, .first = run.y, .rows = run.z};
+    }
+
+    __device__ uint32_t source(const gemm_tile &tile, int r) const
+    {
+        return (uint32_t)(tile.first + r) * (uint32_t)(inner / 8);
+    }
+
+    __device__ float factor(const gemm_tile &tile, int r) const
+    {
+        int edge = w.edge_at[tile.first + r], top_k = (int)weights.cols;
+        return row_of<float>(weights, edge / top_k)[edge % top_k];
+    }
+
+    __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
+                           const float *factor) const
+    {
+        gemm_rows_out(acc, tile, side, room, term + tile.group * 8 + side * 64, hidden, [=](int r, float &a, float &b) {
+            a = factor[r];
+            b = factor[r + 1];
+        });
+    }
+};
+
+/* ---- products of any shape: a block takes a tile's places (at most PLAIN) by PLAIN outs */
+
+enum { PLAIN = 16 };
+
+/* The sum over k of x's row for place `a` and w's row `out + b`; all threads of the block call. */
+static __device__ float plain_sum(const bf16 *row, const bf16 *w, int64_t ldw, int64_t outs, int64_t width)
+{
+    __shared__ float xs[PLAIN][2 * PLAIN + 1], ws[PLAIN][2 * PLAIN + 1];
+    int a = (int)threadIdx.y, b = (int)threadIdx.x;
+    float sum = 0;
+    for (int64_t k = 0; k < width; k += 2 * PLAIN) {
+        for (int64_t i = b; i < 2 * PLAIN; i += PLAIN) {
+            xs[a][i] = row && k + i < width ? widen(row[k + i]) : 0;
+            ws[a][i] = a < outs && k + i < width ? widen(w[a * ldw + k + i]) : 0;
+        }
+        __syncthreads();
+        for (int i = 0; i < 2 * PLAIN; i++)
+            sum = fmaf(xs[a][i], ws[b][i], sum);
+        __syncthreads();
+    }
+    return sum;
+}
+
+static __global__ void plain_gate_up(worklist w, tensor x, int top_k, tensor gate_up, int inner, bf16 *act)
+{
+    int across = (inner + PLAIN - 1) / PLAIN, a = (int)threadIdx.y, b = (int)threadIdx.x;
+    for (int t = (int)blockIdx.x; t < w.head[0] * across; t += (int)gridDim.x) {
+        int4 run = w.tile[t / across];
+        int64_t out = t % across * PLAIN, first = (int64_t)run.x * 2 * inner + out;
+        const bf16 *row = a < run.z ? row_of<bf16>(x, w.edge_at[run.y + a] / top_k) : NULL;
+        float gate = plain_sum(row, row_of<bf16>(gate_up, first), gate_up.ld, inner - out, x.cols);
+        float up = plain_sum(row, row_of<bf16>(gate_up, first + inner), gate_up.ld, inner - out, x.cols);
+        if (row && out + b < inner)
+            narrow(&act[(int64_t)(run.y + a) * inner + out + b], silu(gate) * up);
+    }
+}
+
+static __global__ void plain_down(worklist w, tensor weights, tensor down, int hidden, const bf16 *act, bf16 *term)
+{
+    int across = (hidden + PLAIN - 1) / PLAIN, a = (int)threadIdx.y, b = (int)threadIdx.x, top_k = (int)weights.cols;
+    for (int t = (int)blockIdx.x; t < w.head[0] * across; t += (int)gridDim.x) {
+        int4 run = w.tile[t / across];
+        int64_t out = t % across * PLAIN;
+        const bf16 *row = a < run.z ? act + (run.y + a) * down.cols : NULL;
+        float sum = plain_sum(row, row_of<bf16>(down, (int64_t)run.x * hidden + out), down.ld, hidden - out, down.cols);
+        if (row && out + b < hidden) {
+            int edge = w.edge_at[run.y + a];
+            narrow(&term[(int64_t)(run.y + a) * hidden + out + b],
+                   sum * row_of<float>(weights, edge / top_k)[edge % top_k]);
+        }
+    }
+}
+
+/* ---- sums */
+
+typedef struct sum_order {
+    int first, count, units, unit_first, shards, per_shard;
+    uint16_t unit_of[SUM_TREE_EXPERTS]; /* by expert of this rank */
+} sum_order;
+
+/* Halvings of the shards that keep a < b together. */
+static __device__ __forceinline__ int depth_of(int a, int b, int shards)
+{
+    int depth = 0, lo = 0, hi = shards;
+    for (;;) {
+        int mid = lo + (hi - lo) / 2;
+        if (b < mid)
+            hi = mid;
+        else if (a >= mid)
+            lo = mid;
+        else
+            return depth;
+        depth++;
+    }
+}
+
+/* A sum in the tree's order, its terms coming from left to right: the newest node, and of each level of the tree the
+ * left node that waits for it. All threads of a warp have the same levels waiting. */
+template <int LEVELS, int V> struct running_sum {
+    float newest[V], left[LEVELS][V];
+    uint32_t waiting; /* bit l: left[l] */
+
+    __device__ __forceinline__ void begin(const float (&v)[V])
+    {
+        waiting = 0;
+#pragma unroll
+        for (int i = 0; i < V; i++)
+            newest[i] = v[i];
+    }
+
+    /* Of the same shard as the newest. */
+    __device__ __forceinline__ void add(const float (&v)[V])
+    {
+#pragma unroll
+        for (int i = 0; i < V; i++)
+            newest[i] += v[i];
+    }
+
+    /* Joins all that waits below `level`; -1: everything. */
+    __device__ __forceinline__ void join(int level)
+    {
+#pragma unroll
+        for (int l = LEVELS - 1; l >= 0; l--)
+            if (l > level && (waiting >> l & 1)) {
+#pragma unroll
+                for (int i = 0; i < V; i++)
+                    newest[i] = left[l][i] + newest[i];
+                waiting &= ~(1u << l);
+            }
+    }
+
+    /* The first of another shard, which meets the newest at this level. */
+    __device__ __forceinline__ void turn(const float (&v)[V], int level)
+    {
+        join(level);
+#pragma unroll
+        for (int l = 0; l < LEVELS; l++)
+#pragma unroll
+            for (int i = 0; i < V; i++)
+                left[l][i] = l == level ? newest[i] : left[l][i];
+        waiting |= 1u << level;
+#pragma unroll
+        for (int i = 0; i < V; i++)
+            newest[i] = v[i];
+    }
+};
+
+template <int V> static __device__ __forceinline__ void store_floats(float *to, const float (&v)[V])
+{
+#pragma unroll
+    for (int i = 0; i < V; i++)
+        to[i] = v[i];
+}
+
+template <> __device__ __forceinline__ void store_floats<8>(float *to, const float (&v)[8])
+{
+    ((float4 *)to)[0] = make_float4(v[0], v[1], v[2], v[3]);
+    ((float4 *)to)[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+
+enum { SUM_SLICE = 2, SUM_THREADS = 256, SUM_AT_ONCE = 4 }; /* a warp takes a token's SUM_SLICE * 32 * V columns */
+
+/* Lane j of a warp knows edge j: its place, its unit, and how it joins the edge before it. */
+template <int LEVELS, int V>
+static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
+    sum_kernel(tensor y, tensor ids, worklist w, const bf16 *term, const __grid_constant__ sum_order o)
+{
+    int hidden = (int)y.cols, slice = SUM_SLICE * WARP * V, slices = (hidden + slice - 1) / slice;
+    int lane = (int)threadIdx.x % WARP, edges = (int)ids.cols, items = (int)used_rows(ids) * slices;
+    int warps = (int)gridDim.x * (SUM_THREADS / WARP);
+    for (int at = (int)(blockIdx.x * (SUM_THREADS / WARP) + threadIdx.x / WARP); at < items; at += warps) {
+        int64_t token = at / slices;
+        int id = lane < edges ? row_of<int32_t>(ids, token)[lane] - o.first : -1;
+        bool mine = id >= 0 && id < o.count;
+        uint32_t present = __ballot_sync(EVERY_LANE, mine), earlier = present & ((1u << lane) - 1);
+        int before = __shfl_sync(EVERY_LANE, id, earlier ? 31 - __clz((int)earlier) : lane);
+        int unit = mine ? o.unit_of[id] : -1, place = mine ? w.place_of[token * edges + lane] : 0, way = -2;
+        if (mine && earlier &&
+            o.unit_of[before] == unit) { /* -2: opens a unit; -1: same shard; else the joint's depth */
+            int a = (before + o.first) / o.per_shard, b = (id + o.first) / o.per_shard;
+            way = a == b ? -1 : depth_of(a, b, o.shards);
+        }
+        for (int part = 0; part < SUM_SLICE; part++) {
+            int col = at % slices * slice + (part * WARP + lane) * V;
+            bool inside = col < hidden; /* all lanes stay: they know the edges */
+            running_sum<LEVELS, V> s;
+            int open = -1; /* the unit whose terms are coming */
+            for (int j = 0; j < edges; j += SUM_AT_ONCE) {
+                pack_of<bf16, V> v[SUM_AT_ONCE];
+#pragma unroll
+                for (int i = 0; i < SUM_AT_ONCE; i++) {
+                    uint32_t from = (uint32_t)__shfl_sync(EVERY_LANE, place, (j + i) % WARP) * (uint32_t)hidden;
+                    if (inside && (present >> (j + i) & 1))
+                        v[i] = *(const pack_of<bf16, V> *)(term + from + col);
+                }
+#pragma unroll
+                for (int i = 0; i < SUM_AT_ONCE; i++) {
+                    if (!(present >> (j + i) & 1))
+                        continue;
+                    int how = __shfl_sync(EVERY_LANE, way, j + i), of = __shfl_sync(EVERY_LANE, unit, j + i);
+                    float x[V];
+#pragma unroll
+                    for (int e = 0; e < V; e++)
+                        x[e] = widen(v[i].x[e]);
+                    if (how == -1) {
+                        s.add(x);
+                    } else if (how >= 0) {
+                        s.turn(x, how);
+                    } else {
+                        if (open >= 0) {
+                            s.join(-1);
+                            if (inside)
+                                store_floats(row_of<float>(y, token * o.units + open - o.unit_first) + col, s.newest);
+                        }
+                        open = of;
+                        s.begin(x);
+                    }
+                }
+            }
+            if (open >= 0) {
+                s.join(-1);
+            } else { /* no edge here: the only unit is zero, several stay as they are */
+                const float zero[V] = {};
+                s.begin(zero);
+                if (o.units == 1)
+                    open = o.unit_first;
+            }
+            if (inside && open >= 0)
+                store_floats(row_of<float>(y, token * o.units + open - o.unit_first) + col, s.newest);
+        }
+    }
+}
+
+template <int LEVELS>
+static void launch_sum(cuda *c, const tensor *y, const tensor *ids, const worklist &w, const bf16 *term,
+                       const sum_order &o)
+{
+    bool wide = vectors_fit(*y, 8);
+    int64_t slice = SUM_SLICE * WARP * (wide ? 8 : 1), items = ids->rows * ((y->cols + slice - 1) / slice);
+    unsigned grid = cuda_grid(c, (items + SUM_THREADS / WARP - 1) / (SUM_THREADS / WARP), 16);
+    if (wide)
+        sum_kernel<LEVELS, 8><<<grid, SUM_THREADS, 0, c->stream>>>(*y, *ids, w, term, o);
+    else
+        sum_kernel<LEVELS, 1><<<grid, SUM_THREADS, 0, c->stream>>>(*y, *ids, w, term, o);
+}
+
+static status sums(cuda *c, const tensor *y, const tensor *ids, const worklist &w, const bf16 *term,
+                   const expert_set *e)
+{
+    const sum_tree *t = e->tree;
+    sum_order o = {.first = e->first,
+                   .count = e->count,
+                   .units = t->rank_unit[e->rank + 1] - t->rank_unit[e->rank],
+                   .unit_first = t->rank_unit[e->rank],
+                   .shards = t->shards,
+                   .per_shard = t->per_shard};
+    for (int i = 0; i < e->count; i++)
+        o.unit_of[i] = (uint16_t)t->unit_of[e->first + i];
+    if (t->shards <= 8)
+        launch_sum<3>(c, y, ids, w, term, o);
+    else
+        launch_sum<10>(c, y, ids, w, term, o);
+    return CUDA_LAUNCHED("sums of experts");
+}
+
+/* ---- the op */
+
+static status sort(cuda *c, const tensor *ids, const expert_set *e, int most, const worklist &w, bool hopper)
+{
+    size_t room = (size_t)(SORT_WARPS + 2) * (size_t)e->count * sizeof(int32_t);
+    cudaLaunchConfig_t how = {};
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = SORT_BLOCKS;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    how.gridDim = dim3(hopper ? SORT_BLOCKS : 1);
+    how.blockDim = dim3(SORT_THREADS);
+    how.dynamicSmemBytes = room;
+    how.stream = c->stream;
+    how.attrs = &cluster;
+    how.numAttrs = hopper ? 1 : 0;
+    void (*kernel)(tensor, int, int, int, worklist) = hopper ? sort_kernel<SORT_BLOCKS> : sort_kernel<1>;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
+    if (error == cudaSuccess)
+        error = cudaLaunchKernelEx(&how, kernel, *ids, (int)e->first, (int)e->count, most, w);
+    return cuda_check(error, "sort of edges by expert", __FILE__, __LINE__);
+}
+
+static size_t take(size_t *at, size_t bytes)
+{
+    size_t here = *at;
+    *at += (bytes + 255) / 256 * 256;
+    return here;
+}
+
+extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
+                               const expert_set *e)
+{
+    status st = OK;
+    cuda *c = cuda_of(b);
+    int64_t hidden = x->cols, inner = e->inner, edges = ids->rows * ids->cols;
+    assert(x->type == BF16 && y->type == F32 && weights->type == F32 && ids->cols == weights->cols &&
+           ids->cols <= WARP);
+    assert(e->gate_up.type == BF16 && e->down.type == BF16 && e->count <= SUM_TREE_EXPERTS);
+    assert(e->gate_up.cols == hidden && e->down.cols == inner && y->cols == hidden);
+    assert(edges * hidden <= UINT32_MAX && x->rows * x->ld <= 8 * (int64_t)UINT32_MAX);
+    bool hopper = cuda_is_hopper(c);
+    bool boxes = hopper && hidden % 64 == 0 && inner % 64 == 0 && x->ld % 8 == 0 && (uintptr_t)x->data % 16 == 0 &&
+                 e->gate_up.ld % 8 == 0 && e->down.ld % 8 == 0;
+    int most = boxes ? (int)GEMM_TOKENS : (int)PLAIN;
+    size_t bytes = 0, tiles = (size_t)(e->count + edges / most + 1);
+    size_t at_head = take(&bytes, 2 * sizeof(int32_t)), at_tile = take(&bytes, tiles * sizeof(int4));
+    size_t at_edge = take(&bytes, (size_t)edges * sizeof(int32_t)),
+           at_place = take(&bytes, (size_t)edges * sizeof(int32_t));
+    size_t at_act = take(&bytes, (size_t)(edges * inner) * sizeof(bf16));
+    size_t at_term = take(&bytes, (size_t)(edges * hidden) * sizeof(bf16));
+    void *room;
+    st = cuda_scratch(c, &room, bytes);
+    if (st != OK)
+        return st;
+    char *at = (char *)room;
+    worklist w = {(int32_t *)(at + at_head), (int4 *)(at + at_tile), (int32_t *)(at + at_edge),
+                  (int32_t *)(at + at_place)};
+    bf16 *act = (bf16 *)(at + at_act), *term = (bf16 *)(at + at_term);
+    st = sort(c, ids, e, most, w, hopper);
+    if (st == OK && boxes) {
+        gate_up_op g = {(const bf16 *)x->data, w, act, (int)x->ld, (int)ids->cols, (int)hidden, (int)inner};
+        down_op d = {act, w, *weights, term, (int)hidden, (int)inner};
+        CUtensorMap gate_up, down;
+        st = cuda_map_weights(&gate_up, &e->gate_up, e->count, 2);
+        if (st == OK)
+            st = cuda_map_weights(&down, &e->down, e->count, 1);
+        if (st == OK)
+            st = gemm_launch(c, gate_up, g, (int64_t)tiles * (inner / 64), "gate and up of experts");
+        if (st == OK)
+            st = gemm_launch(c, down, d, (int64_t)tiles * ((hidden / 64 + 1) / 2), "down of experts");
+    } else if (st == OK) {
+        dim3 threads(PLAIN, PLAIN);
+        unsigned grid = cuda_grid(c, (int64_t)tiles * ((hidden + PLAIN - 1) / PLAIN), 8);
+        plain_gate_up<<<grid, threads, 0, c->stream>>>(w, *x, (int)ids->cols, e->gate_up, (int)inner, act);
+        plain_down<<<grid, threads, 0, c->stream>>>(w, *weights, e->down, (int)hidden, act, term);
+        st = CUDA_LAUNCHED("experts");
+    }
+    return st == OK ? sums(c, y, ids, w, term, e) : st;
+}

@@ -3,16 +3,28 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
+
+/* What stands behind "POINT:" in that variable, NULL where it is about another point. */
+static const char *about(const char *variable, const char *point)
+{
+    const char *fault = getenv(variable);
+    size_t n = strlen(point);
+    return fault && strncmp(fault, point, n) == 0 && fault[n] == ':' ? fault + n + 1 : NULL;
+}
 
 void fault_point(const char *point)
 {
     static int passed;
-    const char *fault = getenv("EPOCH_FAULT"), *rank = getenv("OMPI_COMM_WORLD_RANK");
-    size_t n = strlen(point);
-    if (!fault || strncmp(fault, point, n) != 0 || fault[n] != ':')
+    const char *delay = about("EPOCH_FAULT_DELAY", point), *who = about("EPOCH_FAULT", point),
+               *rank = getenv("OMPI_COMM_WORLD_RANK");
+    if (delay) {
+        double seconds = strtod(delay, NULL);
+        nanosleep(&(struct timespec){(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)}, NULL);
+    }
+    if (!who)
         return;
-    const char *who = fault + n + 1;
     size_t length = strcspn(who, ":");
     if (who[length] != ':' || (*who != '*' && (!rank || strlen(rank) != length || memcmp(who, rank, length) != 0)))
         return;

@@ -3,6 +3,7 @@
  *
  *   EPOCH_FAULT=POINT:RANK:SIGNAL[:COUNT]  the process of RANK (of every rank: *) sends itself SIGNAL, or mpirun -SIGNAL,
  *                                          when it passes POINT for the COUNT-th time (1)
+ *   EPOCH_FAULT_DELAY=POINT:SECONDS        each passing of POINT takes so long
  *   EPOCH_FAULT_ROW=ORDER                  the row of that order gets activations that are no numbers
  *   EPOCH_FAULT_PLAN=CAUSE                 miss, version, illegal, overdue or universe: each plan gives it a reason to fall
  *                                          back (exec/executor.c) */

@@ -1,4 +1,5 @@
-/* The CUDA backend: one GPU, one stream. Memory, transfers and time are here; the ops are launchers in the .cu files. */
+/* The CUDA backend: one GPU, one stream. Memory, transfers, time and the replay of forwards are here; the ops are launchers
+ * in the .cu files. */
 #include "cuda/kernels.h"
 
 #include <assert.h>
@@ -32,11 +33,9 @@ out:
 status cuda_grow(cuda *c, cuda_buffer *b, size_t bytes, const char *what)
 {
     status st = OK;
-    enum cudaStreamCaptureStatus capture;
     if (bytes <= b->bytes)
         return OK;
-    CUDA_TRY(cudaStreamIsCapturing(c->stream, &capture));
-    if (capture != cudaStreamCaptureStatusNone)
+    if (c->capturing)
         FAIL(FAILED, "%zu bytes more wanted for %s while a graph is captured: a forward must come first", bytes, what);
     CUDA_TRY(cudaStreamSynchronize(c->stream));
     if (b->data)
@@ -176,17 +175,50 @@ out:
     return st;
 }
 
-/* ---- time */
+/* ---- time, and forwards that are replayed */
 
-enum { MARKS_MOST = 4096 };
+enum { MARKS_MOST = 4096, RECORD_MARKS = 4096, TIMED_EVERY = 32 };
+
+/* A call recorded as two graphs: bare, and with an event at each mark. One replay in TIMED_EVERY is the timed one; how its
+ * time falls to the phases is taken for the others too, whose whole time alone is measured. */
+typedef struct cuda_record {
+    int64_t calls;
+    cudaGraphExec_t plain, timed;
+    cudaEvent_t event[RECORD_MARKS]; /* of the timed graph: its begin, then its marks */
+    int phase[RECORD_MARKS];
+    int count;
+} cuda_record;
 
 /* Event i > 0 ends what mark i named; event 0 is where the first began. */
 struct cuda_marks {
     cudaEvent_t event[MARKS_MOST];
-    int phase[MARKS_MOST];
-    int made, count; /* events there are; in use */
-    double seconds[PHASES];
+    int phase[MARKS_MOST];  /* PHASES: a whole replay */
+    int made, count;        /* events there are; in use */
+    double seconds[PHASES], share[PHASES];
+    cuda_record *recording; /* the record whose timed graph is being captured */
+    cuda_record *pending;   /* the record whose newest timed replay has not been read */
 };
+
+static status read_timed(cuda_marks *m)
+{
+    status st = OK;
+    cuda_record *r = m->pending;
+    double part[PHASES] = {0}, sum = 0;
+    m->pending = NULL;
+    if (!r || r->count < 2)
+        return OK;
+    CUDA_TRY(cudaEventSynchronize(r->event[r->count - 1]));
+    for (int i = 1; i < r->count; i++) {
+        float ms;
+        CUDA_TRY(cudaEventElapsedTime(&ms, r->event[i - 1], r->event[i]));
+        part[r->phase[i]] += (double)ms;
+        sum += (double)ms;
+    }
+    for (int p = 0; p < PHASES; p++)
+        m->share[p] = sum > 0 ? part[p] / sum : 0;
+out:
+    return st;
+}
 
 /* Waits for the marks and adds them up; the last one becomes the first. */
 static status fold(cuda_marks *m)
@@ -195,10 +227,12 @@ static status fold(cuda_marks *m)
     if (m->count < 2)
         return OK;
     CUDA_TRY(cudaEventSynchronize(m->event[m->count - 1]));
+    TRY(read_timed(m));
     for (int i = 1; i < m->count; i++) {
         float ms;
         CUDA_TRY(cudaEventElapsedTime(&ms, m->event[i - 1], m->event[i]));
-        m->seconds[m->phase[i]] += 1e-3 * (double)ms;
+        for (int p = 0; p < PHASES; p++)
+            m->seconds[p] += 1e-3 * (double)ms * (m->phase[i] == PHASES ? m->share[p] : m->phase[i] == p);
     }
     cudaEvent_t last = m->event[m->count - 1];
     m->event[m->count - 1] = m->event[0];
@@ -208,15 +242,10 @@ out:
     return st;
 }
 
-static status mark(backend *b, phase p)
+static status mark_as(cuda *c, int whose)
 {
     status st = OK;
-    cuda *c = cuda_of(b);
     cuda_marks *m = c->marks;
-    enum cudaStreamCaptureStatus capture;
-    CUDA_TRY(cudaStreamIsCapturing(c->stream, &capture));
-    if (capture != cudaStreamCaptureStatusNone)
-        return OK;
     if (m->count == MARKS_MOST)
         TRY(fold(m));
     if (m->count == m->made) {
@@ -224,9 +253,29 @@ static status mark(backend *b, phase p)
         m->made++;
     }
     CUDA_TRY(cudaEventRecord(m->event[m->count], c->stream));
-    m->phase[m->count++] = p;
+    m->phase[m->count++] = whose;
 out:
     return st;
+}
+
+static status record_mark(cuda *c, cuda_record *r, int whose)
+{
+    status st = OK;
+    if (r->count == RECORD_MARKS)
+        FAIL(FAILED, "a recorded forward has more than %d marks", RECORD_MARKS);
+    CUDA_TRY(cudaEventCreate(&r->event[r->count]));
+    r->phase[r->count] = whose;
+    CUDA_TRY(cudaEventRecordWithFlags(r->event[r->count++], c->stream, cudaEventRecordExternal));
+out:
+    return st;
+}
+
+static status mark(backend *b, phase p)
+{
+    cuda *c = cuda_of(b);
+    if (c->marks->recording)
+        return record_mark(c, c->marks->recording, p);
+    return c->capturing ? OK : mark_as(c, p);
 }
 
 static status laps(backend *b, double seconds[PHASES])
@@ -239,6 +288,76 @@ static status laps(backend *b, double seconds[PHASES])
     memset(m->seconds, 0, sizeof m->seconds);
 out:
     return st;
+}
+
+static status capture(cuda *c, cudaGraphExec_t *exec, cuda_record *timed, status (*call)(void *of), void *of)
+{
+    status st = OK;
+    cudaGraph_t graph = NULL;
+    CUDA_TRY(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
+    c->capturing = true;
+    c->marks->recording = timed;
+    if (timed)
+        st = record_mark(c, timed, PHASE_HOST);
+    if (st == OK)
+        st = call(of);
+    c->capturing = false;
+    c->marks->recording = NULL;
+    cudaError_t e = cudaStreamEndCapture(c->stream, &graph); /* also where the call failed */
+    TRY(st);
+    TRY(cuda_check(e, "the capture of a forward", __FILE__, __LINE__));
+    CUDA_TRY(cudaGraphInstantiate(exec, graph, 0));
+    CUDA_TRY(cudaGraphUpload(*exec, c->stream));
+out:
+    if (graph)
+        cudaGraphDestroy(graph);
+    return st;
+}
+
+/* The first call runs as it is, so that all scratch is there and all kernels are loaded; the second is recorded. */
+static status repeat(backend *b, void **record, status (*call)(void *of), void *of)
+{
+    status st = OK;
+    cuda *c = cuda_of(b);
+    if (!*record && !(*record = calloc(1, sizeof(cuda_record))))
+        FAIL(FAILED, "out of memory");
+    cuda_record *r = *record;
+    int64_t n = r->calls++;
+    if (n == 0)
+        return call(of);
+    if (n == 1) {
+        TRY(capture(c, &r->plain, NULL, call, of));
+        TRY(capture(c, &r->timed, r, call, of));
+    }
+    bool timed = n % TIMED_EVERY == 1;
+    if (timed)
+        TRY(read_timed(c->marks));
+    if (c->marks->count == 0)
+        TRY(mark_as(c, PHASE_HOST));
+    CUDA_TRY(cudaGraphLaunch(timed ? r->timed : r->plain, c->stream));
+    if (timed)
+        c->marks->pending = r;
+    TRY(mark_as(c, PHASES));
+out:
+    return st;
+}
+
+static void forget(backend *b, void *record)
+{
+    cuda *c = cuda_of(b);
+    cuda_record *r = record;
+    if (!r)
+        return;
+    cudaStreamSynchronize(c->stream);
+    if (c->marks->pending == r)
+        c->marks->pending = NULL;
+    if (r->plain)
+        cudaGraphExecDestroy(r->plain);
+    if (r->timed)
+        cudaGraphExecDestroy(r->timed);
+    for (int i = 0; i < r->count; i++)
+        cudaEventDestroy(r->event[i]);
+    free(r);
 }
 
 /* ---- the device */
@@ -276,6 +395,8 @@ static const backend table = {
     .sync = sync_stream,
     .mark = mark,
     .laps = laps,
+    .repeat = repeat,
+    .forget = forget,
     .rows = cuda_rows,
     .commit = cuda_commit,
     .embed = cuda_embed,

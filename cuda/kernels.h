@@ -39,6 +39,7 @@ typedef struct cuda {
     int device, sm_count;
     size_t shared_most;       /* bytes of shared memory a block may opt in to */
     cudaStream_t stream;
+    bool capturing;           /* what is enqueued now becomes a graph */
     cublasLtHandle_t lt;
     void *workspace;          /* of cuBLASLt: CUDA_WORKSPACE_BYTES on the device */
     cuda_dense *dense;        /* NULL until the first product; cuda_dense_close frees it */

@@ -5,13 +5,11 @@
 
 #include <assert.h>
 #include <stdlib.h>
-#include <string.h>
 
 typedef struct lane_self {
     lane_rule rule;
     backend *b;
     void *room; /* F32 [max_rows, H] */
-    int32_t pulses[PULSE];
 } lane_self;
 
 static status dispatch(lane *l, lane_load *in, const tensor *x, const tensor *ids, const tensor *weights)
@@ -25,7 +23,6 @@ static status dispatch(lane *l, lane_load *in, const tensor *x, const tensor *id
     in->weights = *weights;
     in->y = tensor_of(s->room, F32, x->rows, s->rule.hidden);
     in->y.used = x->used;
-    memcpy(s->pulses, l->pulse, sizeof s->pulses);
 out:
     return st;
 }
@@ -75,8 +72,9 @@ status lane_self_cuda_open(lane **out, const lane_rule *rule, backend *b)
     TRY(b->reserve(b, &s->room, (size_t)(rule->max_rows * rule->hidden) * sizeof(float)));
     s->rule = *rule;
     s->b = b;
-    *l = (lane){.name = "self", .rank = 0, .size = 1, .self = s, .pulses = s->pulses, .dispatch = dispatch,
+    *l = (lane){.name = "self", .rank = 0, .size = 1, .replays = true, .self = s, .dispatch = dispatch,
                 .combine = combine, .traffic = traffic, .close = close_lane};
+    l->pulses = l->pulse; /* what this rank says, all ranks have heard */
     *out = l;
     l = NULL;
     s = NULL;

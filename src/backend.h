@@ -129,6 +129,11 @@ typedef struct backend {
     status (*mark)(struct backend *b, phase p);              /* the work since the last mark was p's */
     /* Adds to seconds[] those of each phase that were marked since the last call, then forgets them. */
     status (*laps)(struct backend *b, double seconds[PHASES]);
+    /* Runs call(of), which enqueues the same work at every call, its tensors and settings included. A backend may record
+     * that work, and later enqueue the record instead of calling. *record: NULL at first, then the backend's own; forget
+     * gives it back, and accepts NULL. */
+    status (*repeat)(struct backend *b, void **record, status (*call)(void *of), void *of);
+    void (*forget)(struct backend *b, void *record);
 
     /* the life of blocks */
     /* Chooses every slot's path, starts blocks whose cohort is ready, lays out the rows of this forward, and for each

@@ -221,6 +221,19 @@ static status laps(backend *b, double seconds[PHASES])
     return OK;
 }
 
+static status repeat(backend *b, void **record, status (*call)(void *of), void *of)
+{
+    (void)b;
+    (void)record;
+    return call(of);
+}
+
+static void forget(backend *b, void *record)
+{
+    (void)b;
+    (void)record;
+}
+
 static void close_cpu(backend *b)
 {
     if (!b)
@@ -246,6 +259,8 @@ static const backend table = {
     .sync = sync_nothing,
     .mark = mark,
     .laps = laps,
+    .repeat = repeat,
+    .forget = forget,
     .rows = cpu_rows,
     .commit = cpu_commit,
     .embed = cpu_embed,

@@ -171,6 +171,8 @@ void executor_close(executor *x)
     if (!x)
         return;
     pages_close(&x->pages);
+    if (x->record)
+        x->backend->forget(x->backend, x->record);
     arena *const all[] = {&x->pool, &x->slot, &x->iteration};
     for (int i = 0; i < 3; i++)
         if (all[i]->slab)
@@ -270,9 +272,10 @@ static void upset_plans(executor *x)
 #define upset_plans(x) ((void)0)
 #endif
 
-status executor_forward(executor *x)
+static status enqueue(void *of)
 {
     status st = OK;
+    executor *x = of;
     backend *b = x->backend;
     activations *v = &x->a;
     int sparse = 0;
@@ -296,6 +299,11 @@ status executor_forward(executor *x)
     TRY(executor_mark(x, -1, PHASE_DECODE));
 out:
     return st;
+}
+
+status executor_forward(executor *x)
+{
+    return x->lane->replays ? x->backend->repeat(x->backend, &x->record, enqueue, x) : enqueue(x);
 }
 
 status executor_reports(executor *x, slot_report *out)

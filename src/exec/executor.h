@@ -36,6 +36,7 @@ typedef struct executor {
     const weights *weights;
     backend *backend;
     lane *lane;
+    void *record;          /* the backend's, of a forward, where the lane may be recorded */
     int spoiled;           /* a slot whose activations a test makes no numbers; -1, as opened: none */
     heartbeat *heart;      /* beats with every phase of a layer; NULL, as opened: nobody listens */
     attention_rule attention;

@@ -21,13 +21,37 @@ plan_settings harness_settings(int block_size, float threshold, int mask_id, int
                            .step = -1};
 }
 
+bool harness_on_gpu;
+
+#ifdef EPOCH_CUDA
+static status open_backend(harness *h)
+{
+    return harness_on_gpu ? backend_cuda_open(&h->backend, 0) : backend_cpu_open(&h->backend, 0);
+}
+
+static status open_lane(harness *h, const lane_rule *r)
+{
+    return harness_on_gpu ? lane_self_cuda_open(&h->lane, r, h->backend) : lane_self_open(&h->lane, r, h->backend);
+}
+#else
+static status open_backend(harness *h)
+{
+    return backend_cpu_open(&h->backend, 0);
+}
+
+static status open_lane(harness *h, const lane_rule *r)
+{
+    return lane_self_open(&h->lane, r, h->backend);
+}
+#endif
+
 status harness_open(harness *h, const char *dir, const plan_settings *s, int slot_count, dtype matrices)
 {
     status st = OK;
     *h = (harness){0};
     TRY(model_config_open(&h->config, dir));
     TRY(sum_tree_open(&h->tree, h->config.experts, h->config.groups, 1));
-    TRY(backend_cpu_open(&h->backend, 0));
+    TRY(open_backend(h));
     weight_rule wr = {.matrices = matrices, .tree = h->tree, .rank = 0};
     TRY(weights_open(&h->weights, &h->config, dir, h->backend, &wr));
     executor_rule r = {.slot_count = slot_count, .max_tokens = h->config.max_positions};
@@ -38,7 +62,7 @@ status harness_open(harness *h, const char *dir, const plan_settings *s, int slo
                     .max_rows = executor_max_rows(&r),
                     .tree = h->tree,
                     .payload = h->backend->activation};
-    TRY(lane_self_open(&h->lane, &lr, h->backend));
+    TRY(open_lane(h, &lr));
     TRY(executor_open(&h->executor, &r, &h->config, h->weights, h->backend, h->lane));
 out:
     return st;

@@ -1,4 +1,4 @@
-/* A checkpoint without a tokenizer on the CPU backend with one rank: what the golden tests drive. */
+/* A checkpoint without a tokenizer on one rank: what the golden tests drive. */
 #ifndef EPOCH_TESTS_HARNESS_H
 #define EPOCH_TESTS_HARNESS_H
 
@@ -18,6 +18,9 @@ typedef struct harness {
 
 /* The exact dense executor's settings; change what a test is about. */
 plan_settings harness_settings(int block_size, float threshold, int mask_id, int eos_id);
+
+/* What harness_open opens: the CPU backend, or the CUDA backend of a build that has it. */
+extern bool harness_on_gpu;
 
 status harness_open(harness *h, const char *dir, const plan_settings *s, int slot_count, dtype matrices);
 void harness_close(harness *h);

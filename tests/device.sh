@@ -1,0 +1,139 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one go on a machine that has one: builds, runs the twin and golden tests and the demo on
+# the GPU, the small tests under compute-sanitizer, then the benchmarks. A part that fails does not stop the others. The
+# last lines are one a part; the exit status is 0 if all passed.
+#   bash tests/device.sh [PART ...]     of: build twin golden demo sanitizer bench   (default: all)
+# Logs go to $OUT (default: device-out). Libraries that the machine lacks come from .device (tests/device_pack.sh).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${OUT:-device-out}
+build=build-device
+mkdir -p "$out"
+parts=${*:-build twin golden demo sanitizer bench}
+summary=()
+bad=0
+export OPENBLAS_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+if [ -d .device/usr ]; then
+    here=$PWD/.device/usr
+    export PKG_CONFIG_PATH=$here/lib/x86_64-linux-gnu/pkgconfig LD_LIBRARY_PATH=$here/lib/x86_64-linux-gnu:${LD_LIBRARY_PATH:-}
+    command -v pkg-config >/dev/null || { export PKG_CONFIG=$here/bin/pkgconf; }
+fi
+sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+
+wanted() { [[ " $parts " == *" $1 "* ]]; }
+part() { # part NAME SECONDS COMMAND...: runs it with a limit, keeps its log, shows the log's end
+    local name=$1 limit=$2 rc start=$SECONDS verdict=passed
+    shift 2
+    timeout -k 5 "$limit" bash -c '"$@"' part "$@" >"$out/$name.log" 2>&1
+    rc=$?
+    [ $rc -eq 77 ] && verdict=skipped
+    [ $rc -eq 124 ] && verdict="failed (over $limit s)"
+    [ $rc -ne 0 ] && [ $rc -ne 77 ] && [ $rc -ne 124 ] && verdict="failed (status $rc)"
+    [[ $verdict == failed* ]] && bad=$((bad + 1))
+    echo "---- $name: $verdict"
+    if [[ $verdict == passed ]]; then tail -n "${SHOW:-12}" "$out/$name.log"; else tail -n 40 "$out/$name.log"; fi
+    summary+=("$(printf '%-28s %-24s %4d s' "$name" "$verdict" $((SECONDS - start)))")
+}
+
+pc() { # pc NAME LIBRARY HEADER: a pkg-config file for a library that the system has without one
+    ${PKG_CONFIG:-pkg-config} --exists "$1" && return
+    local folder
+    folder=$(dirname "$(find /usr/include /usr/local/include -name "$3" -print -quit)")
+    mkdir -p "$build/pc"
+    printf 'Name: %s\nDescription: %s\nVersion: 0\nLibs: -l%s\nCflags: -I%s\n' "$1" "$1" "$2" "$folder" >"$build/pc/$1.pc"
+    export PKG_CONFIG_PATH=$PWD/$build/pc:${PKG_CONFIG_PATH:-}
+}
+build_all() {
+    cmake -S . -B $build -G Ninja -DEPOCH_CUDA=ON ${PKG_CONFIG:+-DPKG_CONFIG_EXECUTABLE="$PKG_CONFIG"} &&
+        cmake --build $build -j "$(nproc)"
+}
+gpu_tests() { # gpu_tests FOLDER: every test_cuda*.c there, one after the other
+    local rc=77 one test
+    for test in tests/"$1"/test_cuda*.c; do
+        test=$(basename "$test" .c)
+        echo "== $test"
+        "$build/$test" 2>&1
+        one=$?
+        [ $one -eq 0 ] && [ $rc -eq 77 ] && rc=0
+        [ $one -ne 0 ] && [ $one -ne 77 ] && rc=1
+    done
+    return $rc
+}
+modes="full epoch no-atlas no-lsp no-lane"
+run_demo() { # run_demo NAME OPTION...: decodes the demo questions; accuracy goes to NAME.score
+    local name=$1
+    shift
+    rm -rf "$out/$name".*
+    $build/epoch run --model models/tiny --data gsm8k:datasets/samples/gsm8k_demo.jsonl --out "$out/$name.h5" \
+        --batch 100 --progress lines "$@" && $build/epoch score "$out/$name.h5" >"$out/$name.score.new" &&
+        mv "$out/$name.score.new" "$out/$name.score"
+    rm -rf "$out/$name".h5 "$out/$name".h5.d
+}
+cpu_demos() { # in the background, beside the tests
+    for mode in $modes; do
+        run_demo "cpu-$mode" --device cpu --mode "$mode" --threads $((($(nproc) + 4) / 5)) >"$out/cpu-$mode.log" 2>&1 &
+    done
+    wait
+}
+right() { awk '$1 == "gsm8k" && $2 == "strict" { print $4 }' "$out/$1.score"; }
+demo() { # accuracy on the GPU beside the CPU's, within 1 point of 200 questions
+    local rc=0 mode
+    for mode in $modes; do
+        run_demo "gpu-$mode" --device cuda --mode "$mode" || rc=1
+    done
+    for mode in $modes; do
+        until [ -s "$out/cpu-$mode.score" ]; do sleep 1; done
+        [ -s "$out/gpu-$mode.score" ] || continue
+        local cpu gpu
+        cpu=$(right "cpu-$mode") gpu=$(right "gpu-$mode")
+        echo "accuracy $mode: GPU $gpu, CPU $cpu of 200 right"
+        [ $((gpu > cpu ? gpu - cpu : cpu - gpu)) -le 2 ] || rc=1
+    done
+    return $rc
+}
+sanitize() { # sanitize TOOL PROGRAM TEST...: single tests by name
+    local tool=$1 program=$2 rc=0 test
+    shift 2
+    for test; do
+        echo "== $tool $program $test"
+        "$sanitizer" --tool "$tool" --error-exitcode 9 "$build/$program" "$test" 2>&1 || rc=1
+    done
+    return $rc
+}
+sanitize_all() {
+    local rc=0
+    sanitize memcheck test_cuda test_embed test_merge test_norm test_rotate test_route test_life || rc=1
+    sanitize racecheck test_cuda test_norm test_rotate test_route || rc=1
+    return $rc
+}
+bench() {
+    local rc=0 program
+    for program in "$build"/bench_cuda*; do
+        [ -x "$program" ] || continue
+        echo "== $(basename "$program")"
+        "$program" 2>&1 || rc=1
+    done
+    return $rc
+}
+
+echo "# $(date -u +%Y-%m-%dT%H:%MZ), $(git describe --always --dirty 2>/dev/null || echo 'no git')"
+nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>&1
+nvcc --version 2>/dev/null | tail -n 1
+export out build modes sanitizer
+export -f pc build_all gpu_tests run_demo right demo sanitize sanitize_all bench
+if wanted build; then
+    pc openblas openblas cblas.h
+    pc zlib z zlib.h
+    SHOW=2 part build 200 build_all
+fi
+wanted demo && cpu_demos &
+demos=$!
+wanted twin && part twin 90 gpu_tests twin
+wanted golden && part golden 60 gpu_tests golden
+wanted sanitizer && part sanitizer 100 sanitize_all
+wanted demo && part demo 60 demo
+wanted bench && SHOW=80 part bench 60 bench
+kill $demos 2>/dev/null
+echo
+printf '%s\n' "${summary[@]}"
+[ $bad -eq 0 ]

@@ -18,7 +18,7 @@ must() { # a step without which nothing can be tested
     failed=$((failed + 1))
     verdict
 }
-count() { sed -n "0,/ $2=\"/s/.* $2=\"\([0-9]*\)\".*/\1/p" "$1"; } # an attribute of the report's first element
+count() { grep -om1 "[[:space:]]$2=\"[0-9]*" "$1" | tr -dc 0-9; } # a number in the report's first element
 suite() { # suite PRESET REPORT: runs its tests and adds them up
     rm -f "$2"
     ctest --preset "$1" --parallel "$(nproc)" --no-tests=error --output-junit "$2"

@@ -509,7 +509,8 @@ static status decode(job *j)
         j->want[r] = deal_evenly(total, w->size, r);
     }
     j->started = j->committed = j->published = now();
-    TRY(b->laps(b, ignored));
+    TRY(b->mark(b, PHASE_HOST));
+    TRY(b->laps(b, ignored)); /* what came before the first forward */
     heartbeat_stage(&j->watch.heart, WATCH_RUN);
     for (;;) {
         heartbeat_iteration(&j->watch.heart, j->counters.forwards);

@@ -39,7 +39,8 @@ typedef struct job {
     int32_t *want;         /* [size] */
     result_phase counters;
     int64_t total, recorded, failed; /* rows of the job; of this rank and session */
-    double born, started, committed, published;
+    double born, started, committed, published, looked;
+    bool stop_file_seen;
     bool stopped;
     progress *progress;
 } job;
@@ -321,17 +322,26 @@ out:
     return st;
 }
 
+/* Was this rank asked to stop? The stop file is looked for five times a second: it may lie far away. */
+static bool stop_wanted(job *j)
+{
+    double t = now();
+    if (j->o->stop_file && !j->stop_file_seen && t - j->looked >= .2) {
+        j->stop_file_seen = access(j->o->stop_file, F_OK) == 0;
+        j->looked = t;
+    }
+    return stop_asked() || j->stop_file_seen || (j->o->time_budget > 0 && t - j->born > j->o->time_budget);
+}
+
 static void set_pulse(job *j)
 {
     int32_t flying = 0, *p = j->stage.lane->pulse;
     for (int32_t i = 0; i < j->stage.slot_count; i++)
         flying += j->flight[i].row != NULL;
     int32_t free_slots = j->stage.slot_count - flying - j->queue_count;
-    bool stop = stop_asked() || (j->o->time_budget > 0 && now() - j->born > j->o->time_budget) ||
-                (j->o->stop_file && access(j->o->stop_file, F_OK) == 0);
     p[PULSE_BUSY] = flying + j->queue_count;
     p[PULSE_WANT] = free_slots > 0 ? free_slots : 0;
-    p[PULSE_STOP] = stop;
+    p[PULSE_STOP] = stop_wanted(j);
     p[PULSE_DONE] = (int32_t)j->recorded;
     p[PULSE_TOKENS] = (int32_t)(j->counters.generated_tokens & 0x7fffffff);
     p[PULSE_STEPS] = (int32_t)(j->counters.forwards & 0x7fffffff);

@@ -181,12 +181,16 @@ status stage_load(stage *s)
                     .max_rows = executor_max_rows(&most),
                     .tree = s->tree,
                     .payload = s->backend->activation};
+    if (s->heart)
+        heartbeat_stage(s->heart, WATCH_CONNECT);
     if (s->cuda)
         TRY(open_cuda_lane(s, &lr));
     else if (w->size == 1 && o->transport != TRANSPORT_MPI)
         TRY(lane_self_open(&s->lane, &lr, s->backend));
     else
         TRY(lane_mpi_open(&s->lane, &lr, s->backend, w));
+    if (s->heart)
+        heartbeat_stage(s->heart, WATCH_LOAD);
     TRY(executor_open(&s->executor, &s->rule, &s->config, s->weights, s->backend, s->lane));
     s->executor->heart = s->heart;
 out:

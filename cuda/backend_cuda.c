@@ -391,6 +391,7 @@ static const backend table = {
     .reserve = reserve,
     .release = release,
     .upload = upload,
+    .random = cuda_random,
     .download = download,
     .sync = sync_stream,
     .mark = mark,

@@ -88,6 +88,7 @@ static inline unsigned cuda_grid(const cuda *c, int64_t items, int waves)
 status cuda_rows(backend *b, batch *out, slots *s, plans *p, const block_rule *r);
 status cuda_commit(backend *b, slots *s, const tensor *best, const batch *in, const plans *p, const block_rule *r);
 /* rows.cu */
+status cuda_random(backend *b, const tensor *dst, uint64_t seed, float scale);
 status cuda_embed(backend *b, tensor *y, const tensor *table, const tensor *ids);
 status cuda_add(backend *b, tensor *y, const tensor *x);
 status cuda_swiglu(backend *b, tensor *y, const tensor *gate_up);

@@ -40,6 +40,27 @@ extern "C" status cuda_convert(cuda *c, const tensor *dst, const void *src, dtyp
     return CUDA_LAUNCHED("conversion");
 }
 
+template <typename T> static __global__ void random_kernel(tensor t, uint64_t seed, float scale)
+{
+    for (int64_t row = blockIdx.x; row < t.rows; row += gridDim.x)
+        for (int64_t j = threadIdx.x; j < t.cols; j += blockDim.x)
+            narrow(&row_of<T>(t, row)[j], __fmul_rn(scale, random_at(seed, (uint64_t)(row * t.cols + j))));
+}
+
+extern "C" status cuda_random(backend *b, const tensor *dst, uint64_t seed, float scale)
+{
+    cuda *c = cuda_of(b);
+    unsigned grid = cuda_grid(c, dst->rows, WAVES);
+    assert(dst->type <= F16);
+    if (dst->type == F32)
+        random_kernel<float><<<grid, THREADS, 0, c->stream>>>(*dst, seed, scale);
+    else if (dst->type == BF16)
+        random_kernel<bf16><<<grid, THREADS, 0, c->stream>>>(*dst, seed, scale);
+    else
+        random_kernel<__half><<<grid, THREADS, 0, c->stream>>>(*dst, seed, scale);
+    return CUDA_LAUNCHED("random");
+}
+
 extern "C" cudaError_t cuda_probe(void)
 {
     struct cudaFuncAttributes a;

@@ -318,7 +318,7 @@ static __device__ void count_iteration(slot *sl, int fresh, const block_rule &r)
 }
 
 /* One slot, by one warp; lane i has the positions i and i + 32 of the block. mine: its first live row's best. */
-static __device__ void commit_slot(slot *sl, slot_report *rep, int32_t *token, const head_best *mine, int cohort,
+static __device__ void commit_slot(slot *sl, slot_report *rep, int32_t *token, const head_best *mine, int pace, int cohort,
                                    const plans &p, const block_rule &r)
 {
     int lane = threadIdx.x % WARP;
@@ -351,7 +351,7 @@ static __device__ void commit_slot(slot *sl, slot_report *rep, int32_t *token, c
             at = where;
         }
     }
-    uint64_t commit = pass ? pass : at < BLOCK_MOST ? 1ull << at : 0;
+    uint64_t commit = pace >= 0 ? slot_lowest(live, pace) : pass ? pass : at < BLOCK_MOST ? 1ull << at : 0;
     int forced = 0;
     if (sl->iteration + 1 >= r.max_steps) {
         forced = __popcll(live & ~commit);
@@ -443,7 +443,7 @@ static __global__ void commit_kernel(slots s, tensor best, plans p, block_rule r
     __syncwarp();
     if (path != PATH_PREFILL)
         commit_slot(sl, rep, row_of<int32_t>(s.token, i) + (int64_t)sl->block * r.block_size,
-                    (const head_best *)best.data + begin[i].live, i / r.cohort, p, r);
+                    (const head_best *)best.data + begin[i].live, slots_pace(&s, i, sl->block, sl->iteration), i / r.cohort, p, r);
 }
 
 extern "C" status cuda_commit(backend *b, slots *s, const tensor *best, const batch *in, const plans *p, const block_rule *r)

@@ -19,8 +19,40 @@ typedef struct slots {
     tensor token;   /* I32 [slot_count, max_blocks * B]: prompt, then masks and committed tokens */
     tensor page;    /* I32 [slot_count, max_blocks]: the KV page of each block */
     tensor report;  /* U8 [slot_count, sizeof(slot_report)] */
+    tensor pace;    /* I32 [patterns, steps]: how many positions iteration i of a block commits, in place of the decision
+                       rule; no data, as opened: the rule decides. Block b of slot s follows pattern
+                       (s + b * slot_count) % patterns. What benchmarks run at. */
     int32_t slot_count, max_blocks;
 } slots;
+
+/* What the pace asks for; -1: the rule decides. */
+static inline EPOCH_BOTH int32_t slots_pace(const slots *s, int32_t index, int32_t block, int32_t iteration)
+{
+    if (!s->pace.data)
+        return -1;
+    if (iteration >= s->pace.cols)
+        return 0;
+    int64_t pattern = (index + (int64_t)block * s->slot_count) % s->pace.rows;
+    return ((const int32_t *)s->pace.data)[pattern * s->pace.ld + iteration];
+}
+
+/* The lowest n positions of a mask. */
+static inline EPOCH_BOTH uint64_t slot_lowest(uint64_t mask, int32_t n)
+{
+    uint64_t taken = 0;
+    for (; n > 0 && mask; n--, mask &= mask - 1)
+        taken |= mask & (~mask + 1);
+    return taken;
+}
+
+/* A number in [-1, 1), by seed and place alone. */
+static inline EPOCH_BOTH float random_at(uint64_t seed, uint64_t place)
+{
+    uint64_t x = (place + 1) * 0x9e3779b97f4a7c15u + seed * 0xd1342543de82ef95u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return (float)(x >> 40) * 0x1p-23f - 1.0f;
+}
 
 /* Keys and values of all layers: page p of layer l is rows [(l * page_count + p) * B, + B). Keys after norm and rotary. */
 typedef struct kv_pool {
@@ -124,6 +156,8 @@ typedef struct backend {
     /* dst[all rows, contiguous in src as `from`] converted to dst's dtype (F32, F16, BF16 among each other; I32 and U8
      * as they are). src is host memory and may be reused on return. */
     status (*upload)(struct backend *b, const tensor *dst, const void *src, dtype from);
+    /* dst[i, j] = scale * random_at(seed, i * cols + j) */
+    status (*random)(struct backend *b, const tensor *dst, uint64_t seed, float scale);
     status (*download)(struct backend *b, void *dst, const tensor *src); /* all rows, contiguous, src's dtype */
     status (*sync)(struct backend *b);
     status (*mark)(struct backend *b, phase p);              /* the work since the last mark was p's */
@@ -196,5 +230,8 @@ status backend_cpu_open(backend **out, int threads);
 status backend_cuda_open(backend **out, int local_rank);
 /* How many GPUs are visible; 0 without a driver. */
 int backend_cuda_devices(void);
+/* What this GPU can do at most, measured in some milliseconds: bytes read and written a second by a copy, FLOP a second by
+ * a product of 8192 x 8192 BF16 matrices. Wants 2 GB for the while. */
+status backend_cuda_ceilings(backend *b, double *copied, double *multiplied);
 
 #endif

@@ -4,6 +4,7 @@
 #include "results/score_file.h"
 #include "results/standing.h"
 #include "src/base/fault.h"
+#include "src/bench.h"
 #include "src/memory.h"
 #include "src/options.h"
 #include "src/run.h"
@@ -23,6 +24,7 @@ static const struct {
     {"score", "FILE.h5 [...]", "accuracy under named rules; HumanEval pass@1", score_command},
     {"report", "FILE.h5 [...]", "tables, comparison, plots", report_command},
     {"export", "FILE.h5 --format F", "jsonl, humaneval, lm-eval or mtbench", export_command},
+    {"bench", "[options]", "forwards of a real shape with random weights, timed", bench_command},
     {"model", "DIR", "what a checkpoint holds, and the memory plan of a job", model_command},
 };
 enum { COMMANDS = sizeof commands / sizeof *commands };

@@ -106,13 +106,12 @@ sanitize_all() {
     sanitize racecheck test_cuda test_norm test_rotate test_route || rc=1
     return $rc
 }
-bench() {
-    local rc=0 program
-    for program in "$build"/bench_cuda*; do
-        [ -x "$program" ] || continue
-        echo "== $(basename "$program")"
-        "$program" 2>&1 || rc=1
-    done
+bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real decode
+    local rc=0 pace="--schedule tests/bench/schedule.json"
+    $build/epoch bench --device cuda || rc=1
+    $build/epoch bench --device cuda --batch 1,128,512 $pace || rc=1
+    $build/epoch bench --device cuda --mode epoch --cohort 0 --batch 1,128,256,512 --support 64 $pace || rc=1
+    $build/epoch bench --device cuda --mode epoch --cohort 0 --batch 128,512 $pace || rc=1
     return $rc
 }
 

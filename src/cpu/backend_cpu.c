@@ -185,6 +185,18 @@ out:
     return st;
 }
 
+static status fill_random(backend *b, const tensor *dst, uint64_t seed, float scale)
+{
+    (void)b;
+    assert(dst->type <= F16);
+    for (int64_t i = 0; i < dst->rows; i++)
+        for (int64_t j = 0; j < dst->cols; j++) {
+            float x = scale * random_at(seed, (uint64_t)(i * dst->cols + j));
+            cpu_narrow((char *)dst->data + (size_t)(i * dst->ld + j) * dtype_bytes(dst->type), dst->type, &x, 1);
+        }
+    return OK;
+}
+
 static status download(backend *b, void *dst, const tensor *src)
 {
     (void)b;
@@ -255,6 +267,7 @@ static const backend table = {
     .reserve = reserve,
     .release = release,
     .upload = upload,
+    .random = fill_random,
     .download = download,
     .sync = sync_nothing,
     .mark = mark,

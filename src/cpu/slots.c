@@ -130,8 +130,9 @@ status cpu_rows(backend *b, batch *out, slots *s, plans *p, const block_rule *r)
 }
 
 /* The decision rule (greedy threshold decoding): positions to commit of a block's live ones. best[k] belongs to the k-th
- * live position. *forced counts those that only the step limit let through. */
-static uint64_t decide(const slot *sl, uint64_t live, const head_best *best, const block_rule *r, int32_t *forced)
+ * live position. *forced counts those that only the step limit let through. pace >= 0: so many, the lowest. */
+static uint64_t decide(const slot *sl, uint64_t live, const head_best *best, const block_rule *r, int32_t pace,
+                       int32_t *forced)
 {
     uint64_t pass = 0, single = 0;
     float most = -1;
@@ -147,7 +148,7 @@ static uint64_t decide(const slot *sl, uint64_t live, const head_best *best, con
             single = 1ull << i;
         }
     }
-    uint64_t commit = pass ? pass : single;
+    uint64_t commit = pace >= 0 ? slot_lowest(live, pace) : pass ? pass : single;
     *forced = 0;
     if (sl->iteration + 1 >= r->max_steps) {
         *forced = bits(live & ~commit);
@@ -241,7 +242,7 @@ status cpu_commit(backend *b, slots *s, const tensor *best, const batch *in, con
         count_iteration(sl, rep->fresh, r);
         if (sl->iteration > 0)
             fold_log(&sl->stats, p, i / r->cohort);
-        rep->committed = decide(sl, live, mine, r, &rep->forced);
+        rep->committed = decide(sl, live, mine, r, slots_pace(s, i, sl->block, sl->iteration), &rep->forced);
         sl->stats.forced += rep->forced;
         for (int k = 0; k < r->block_size; k++)
             if (live >> k & 1) {

@@ -3,6 +3,7 @@
 #include "src/model/safetensors.h"
 
 #include <assert.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -409,6 +410,74 @@ status weights_open(weights **out, const model_config *c, const char *dir, backe
 out:
     weights_close(w);
     end_loading(&g);
+    return st;
+}
+
+/* ---- without a checkpoint */
+
+typedef struct making {
+    backend *b;
+    uint64_t seed; /* counts up with each matrix */
+    status st;     /* the first failure */
+} making;
+
+/* Uniform numbers of variance 1 / cols, or in [-high, high) where high > 0. */
+static void make(making *m, const tensor *t, float high)
+{
+    if (m->st == OK && t->data)
+        m->st = m->b->random(m->b, t, m->seed++, high > 0 ? high : sqrtf(3.0f / (float)t->cols));
+}
+
+static void make_ones(making *m, const tensor *t)
+{
+    if (m->st != OK || !t->data)
+        return;
+    float *one = malloc((size_t)t->cols * sizeof *one);
+    if (!one) {
+        m->st = status_fail(FAILED, __FILE__, __LINE__, "out of memory");
+        return;
+    }
+    for (int64_t i = 0; i < t->cols; i++)
+        one[i] = 1;
+    m->st = m->b->upload(m->b, t, one, F32);
+    free(one);
+}
+
+status weights_random(weights **out, const model_config *c, backend *b, const weight_rule *r, uint64_t seed, float skew)
+{
+    status st = OK;
+    making m = {.b = b, .seed = seed << 32};
+    weights *w = calloc(1, sizeof *w);
+    void *slab;
+    *out = NULL;
+    if (!w || !(w->layer = calloc((size_t)c->layers, sizeof *w->layer)))
+        FAIL(FAILED, "out of memory");
+    w->layer_count = c->layers;
+    w->bytes = weights_bytes(c, r);
+    TRY(b->reserve(b, &slab, w->bytes));
+    w->owner = b;
+    w->arena = (arena){.name = "weights", .slab = slab, .bytes = w->bytes};
+    lay(w, &w->arena, c, r);
+    make(&m, &w->embed, 1);
+    make_ones(&m, &w->norm);
+    make(&m, &w->head, 0);
+    for (int l = 0; l < c->layers; l++) {
+        layer_weights *x = &w->layer[l];
+        const tensor *norms[] = {&x->input_norm, &x->post_norm, &x->q_norm, &x->k_norm};
+        const tensor *matrices[] = {&x->qkv,    &x->out,            &x->gate_up,     &x->down,           &x->router,
+                                    &x->shared_gate_up, &x->shared_down, &x->experts.gate_up, &x->experts.down};
+        for (size_t i = 0; i < sizeof norms / sizeof *norms; i++)
+            make_ones(&m, norms[i]);
+        for (size_t i = 0; i < sizeof matrices / sizeof *matrices; i++)
+            make(&m, matrices[i], 0);
+        if (skew > 0)
+            make(&m, &x->router_bias, skew);
+    }
+    TRY(m.st);
+    *out = w;
+    w = NULL;
+out:
+    weights_close(w);
     return st;
 }
 

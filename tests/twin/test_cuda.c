@@ -112,6 +112,33 @@ static void test_transfers(void **state)
             }
 }
 
+static void test_random(void **state)
+{
+    (void)state;
+    for (int type = F32; type <= F16; type++) {
+        tensor x = fixture_tensor(37, 300, 1), m = mirror_as(&x, (dtype)type, 305), have = fixture_tensor(37, 300, 1);
+        tensor held = fixture_narrow(both.cpu, &x, (dtype)type == F32 ? BF16 : (dtype)type);
+        must_be(both.gpu->random(both.gpu, &m, 12345678901, 0.3f));
+        tensor want = type == F32 ? x : held;
+        must_be(both.cpu->random(both.cpu, &want, 12345678901, 0.3f));
+        if (type != F32)
+            for (int i = 0; i < 37; i++) {
+                tensor row = tensor_rows(&held, i, 1), to = tensor_rows(&x, i, 1);
+                must_be(both.cpu->upload(both.cpu, &to, row.data, (dtype)type));
+            }
+        mirror_read(&have, &m);
+        double sum = 0;
+        for (int i = 0; i < 37; i++) {
+            assert_true(same_rows(&have, i, &x, i));
+            for (int j = 0; j < 300; j++)
+                sum += (double)at(&x, i)[j] * (double)at(&x, i)[j];
+        }
+        assert_true(fabs(sum / (37 * 300) - 0.09 / 3) < 0.003); /* uniform */
+        free(x.data), free(held.data), free(have.data);
+        mirror_forget();
+    }
+}
+
 static void test_out_of_memory(void **state)
 {
     (void)state;
@@ -558,16 +585,23 @@ static void admit(life *x, int i, int mask)
                                          .end = end, .block = prompt / size, .cache_block = -1};
 }
 
-/* Both backends live through the same decisions, on random logits of the head and of the routers. */
-static void live(int slot_count, block_rule k, const route_rule *r, int layers, int forwards)
+/* Both backends live through the same decisions, on random logits of the head and of the routers; or at a random pace. */
+static void live(int slot_count, block_rule k, const route_rule *r, int layers, int forwards, bool paced)
 {
     life x;
     atlas_rule a = {.extra = r->top_k / 2, .coverage = 0.9f, .covered_share = 0.9f, .mass_weight = 1,
                     .budget = r->top_k + r->experts / 4, .repair_step = 2};
     open_life(&x, slot_count, 6, k, layers, r->experts);
     link_counts(&x);
+    tensor pace = fixture_ints(7, 9);
+    for (int i = 0; i < 7 * 9; i++)
+        ((int32_t *)pace.data)[i] = rand() % 5;
     life g = mirror_life(&x);
     link_counts(&g);
+    if (paced) {
+        x.s.pace = pace;
+        g.s.pace = mirror_same(&pace);
+    }
     tensor z = fixture_tensor(x.in.fresh.rows, r->experts, 1), bias = fixture_tensor(1, r->experts, 1);
     tensor ids = fixture_ints(z.rows, r->top_k), weights = fixture_tensor(z.rows, r->top_k, 1);
     tensor gz = mirror_same(&z), gbias = mirror_same(&bias), gids = mirror_same(&ids), gweights = mirror_same(&weights);
@@ -632,7 +666,7 @@ static void live(int slot_count, block_rule k, const route_rule *r, int layers, 
     }
     print_message("%d slots, cohort %d: %d sequences done, %d broken, %d hot iterations\n", slot_count, k.cohort, done, broken, hot);
     assert_true(done > 0);
-    free(z.data), free(bias.data), free(ids.data), free(weights.data);
+    free(z.data), free(bias.data), free(ids.data), free(weights.data), free(pace.data);
     close_life(&x);
     mirror_forget();
 }
@@ -642,22 +676,23 @@ static void test_life(void **state)
     (void)state;
     block_rule k = {.block_size = 8, .mask_id = 99, .eos_id = 58, .max_steps = 6, .threshold = 0.9f, .refresh_every = 4,
                     .prefill_blocks = 5, .cohort = 1, .restrict_experts = true};
-    live(9, k, &rules[2], 2, 60);
+    live(9, k, &rules[2], 2, 60, false);
+    live(9, k, &rules[2], 2, 60, true);
     k.cohort = 4;
-    live(9, k, &rules[2], 2, 60);
+    live(9, k, &rules[2], 2, 60, false);
     k.dense_lane = true;
     k.update_every = 2;
-    live(9, k, &rules[2], 2, 60);
+    live(9, k, &rules[2], 2, 60, false);
     k = (block_rule){.block_size = 32, .mask_id = 99, .eos_id = 58, .max_steps = 64, .threshold = 0.95f, .refresh_every = 5,
                      .prefill_blocks = 40, .cohort = 64, .restrict_experts = true};
-    live(64, k, &rules[0], 1, 40);
+    live(64, k, &rules[0], 1, 40, false);
     k.block_size = BLOCK_MOST;
     k.cohort = 1;
     k.restrict_experts = false;
-    live(5, k, &rules[0], 1, 40);
+    live(5, k, &rules[0], 1, 40, false);
     k.block_size = 2;
     k.prefill_blocks = 700;
-    live(1500, k, &rules[2], 1, 12); /* more slots than a block of threads plans at once */
+    live(1500, k, &rules[2], 1, 12, false); /* more slots than a block of threads plans at once */
 }
 
 /* No slots at all: a rank that only serves its experts. */
@@ -703,7 +738,7 @@ static void test_alone_and_among_many(void **state)
 int main(int argc, char **argv) /* argv[1]: only the tests of that name */
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_transfers), cmocka_unit_test(test_out_of_memory), cmocka_unit_test(test_time),
+        cmocka_unit_test(test_transfers), cmocka_unit_test(test_random), cmocka_unit_test(test_out_of_memory), cmocka_unit_test(test_time),
         cmocka_unit_test(test_repeat),    cmocka_unit_test(test_record_that_grows),
         cmocka_unit_test(test_embed),     cmocka_unit_test(test_add_and_swiglu), cmocka_unit_test(test_pack),
         cmocka_unit_test(test_merge),     cmocka_unit_test(test_norm),          cmocka_unit_test(test_rotate),

@@ -81,8 +81,12 @@ static void open_bench(bench *t, int cohort)
     memset(t, 0, sizeof *t);
     t->r = base_rule();
     t->r.cohort = cohort;
-    t->s = (slots){tensor_of(t->slot, U8, SLOTS, sizeof(slot)), tensor_of(t->token, I32, SLOTS, BLOCKS * B),
-                   tensor_of(t->page, I32, SLOTS, BLOCKS), tensor_of(t->report, U8, SLOTS, sizeof(slot_report)), SLOTS, BLOCKS};
+    t->s = (slots){.slot = tensor_of(t->slot, U8, SLOTS, sizeof(slot)),
+                   .token = tensor_of(t->token, I32, SLOTS, BLOCKS * B),
+                   .page = tensor_of(t->page, I32, SLOTS, BLOCKS),
+                   .report = tensor_of(t->report, U8, SLOTS, sizeof(slot_report)),
+                   .slot_count = SLOTS,
+                   .max_blocks = BLOCKS};
     int cohorts = SLOTS / cohort;
     t->p = (plans){tensor_of(t->support, I32, 2 * cohorts, 2), tensor_of(t->log, U8, 2 * cohorts, sizeof(layer_log)), cohorts, 2};
     t->b = (batch){.token = tensor_of(t->row_token, I32, ROWS, 1),

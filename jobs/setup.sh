@@ -40,6 +40,12 @@ if [ $tests = ON ]; then
     need python3-numpy /usr/bin/python3 -c 'import numpy'
     need python3-h5py /usr/bin/python3 -c 'import h5py'
     need python3-matplotlib /usr/bin/python3 -c 'import matplotlib'
+    if [ "$(id -u)" = 0 ]; then # the tests of the job files start a Slurm of their own, as root
+        need munge command -v munged
+        need slurmctld command -v slurmctld
+        need slurmd command -v slurmd
+        need slurm-client command -v sbatch
+    fi
     if [ "$(id -u)" = 0 ] && [ ! -d /run/systemd/system ]; then # a container: the tests may start a Slurm of their own
         need slurmctld test -x /usr/sbin/slurmctld
         need slurmd test -x /usr/sbin/slurmd

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All tests that need no GPU and few minutes: set-up, the optimised build with every test, then a build under the address
-# and undefined-behaviour sanitizers with the unit tests and a small run. The last line counts both; so does the exit code.
+# All tests that need no GPU and few minutes: set-up, the optimised build with every test, a build under the address and
+# undefined-behaviour sanitizers with the unit tests and a small run, and the CUDA backend compiled where there is nvcc.
+# The last line counts them all; the exit code agrees.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . jobs/local.sh
@@ -32,9 +33,22 @@ suite() { # suite PRESET REPORT: runs its tests and adds them up
     passed=$((passed + tests - bad - skip)) failed=$((failed + bad)) skipped=$((skipped + skip))
 }
 
+cuda() { # there need be no GPU to compile for one
+    export PATH=$PATH:/usr/local/cuda/bin
+    if ! command -v nvcc >/dev/null; then
+        echo "no nvcc: the CUDA backend is not compiled"
+        skipped=$((skipped + 1))
+    elif cmake --preset cuda -DEPOCH_WERROR=ON && cmake --build --preset cuda; then
+        passed=$((passed + 1))
+    else
+        failed=$((failed + 1))
+    fi
+}
+
 must bash jobs/setup.sh --tests -DEPOCH_WERROR=ON
 suite cpu "$PWD/build/tests.xml"
 must cmake --preset debug -DEPOCH_WERROR=ON
 must cmake --build --preset debug
 suite debug "$PWD/build-debug/tests.xml"
+cuda
 verdict

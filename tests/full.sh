@@ -4,7 +4,7 @@
 # table  batch 1, 2, 7, 64 x ranks 1, 2, 3, 4, 7 over 64 prompts: identical token ids and iterations, dense and with all
 #        relaxations
 # demo   all 550 demo items with the dense executor: accuracy and iterations beside those in models/tiny/README.md
-# real   the published benchmark files in $EPOCH_DATA (names: datasets/README.md): every row is accounted for
+# real   the published benchmark files in $EPOCH_DATA (names: datasets/README.md): every prompt and turn is accounted for
 # kills  $EPOCH_KILLS (200) times a rank, all of them or mpirun killed at a random moment, then resumed
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -67,7 +67,7 @@ real() {
         --data "humaneval:$EPOCH_DATA/humaneval/HumanEval.jsonl.gz" --data "mtbench:$EPOCH_DATA/mt_bench/question.jsonl"
     text=$(build/epoch status "$work/real.h5" | grep '^rows')
     echo "$text"
-    grep -q "4313 of 4313 done, 0 failed, 0 left" <<<"$text"
+    grep -q "4393 of 4393 done, 0 failed, 0 left" <<<"$text"
     verdict "real" $?
 }
 kills() {

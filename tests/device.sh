@@ -2,20 +2,22 @@
 # Everything that needs a GPU, in one go on a machine that has one: builds, runs the twin and golden tests and the demo on
 # the GPU, the small tests under compute-sanitizer, then the benchmarks. A part that fails does not stop the others. The
 # last lines are one a part; the exit status is 0 if all passed.
-#   bash tests/device.sh [PART ...]     of: build twin golden demo sanitizer bench   (default: all)
+#   bash tests/device.sh [PART ...]     of: build twin golden sanitizer demo kernels bench   (default: all)
+# All of it ends within LIMIT seconds (default 540): a part has its own limit, and what is left of this one.
 # Logs go to $OUT (default: device-out). Libraries that the machine lacks come from .device (tests/device_pack.sh).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-device-out}
 build=build-device
 mkdir -p "$out"
-parts=${*:-build twin golden demo sanitizer bench}
+parts=${*:-build twin golden sanitizer demo kernels bench}
+end=${LIMIT:-540}
 summary=()
 bad=0
 export OPENBLAS_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 if [ -d .device/usr ]; then
     here=$PWD/.device/usr
-    export PKG_CONFIG_PATH=$here/lib/x86_64-linux-gnu/pkgconfig LD_LIBRARY_PATH=$here/lib/x86_64-linux-gnu:${LD_LIBRARY_PATH:-}
+    export PKG_CONFIG_PATH=$here/lib/x86_64-linux-gnu/pkgconfig LD_LIBRARY_PATH=$here/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
     command -v pkg-config >/dev/null || { export PKG_CONFIG=$here/bin/pkgconf; }
 fi
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
@@ -24,6 +26,8 @@ wanted() { [[ " $parts " == *" $1 "* ]]; }
 part() { # part NAME SECONDS COMMAND...: runs it with a limit, keeps its log, shows the log's end
     local name=$1 limit=$2 rc start=$SECONDS verdict=passed
     shift 2
+    [ $((end - SECONDS)) -lt "$limit" ] && limit=$((end - SECONDS))
+    [ "$limit" -lt 5 ] && limit=5
     timeout -k 5 "$limit" bash -c '"$@"' part "$@" >"$out/$name.log" 2>&1
     rc=$?
     [ $rc -eq 77 ] && verdict=skipped
@@ -31,7 +35,9 @@ part() { # part NAME SECONDS COMMAND...: runs it with a limit, keeps its log, sh
     [ $rc -ne 0 ] && [ $rc -ne 77 ] && [ $rc -ne 124 ] && verdict="failed (status $rc)"
     [[ $verdict == failed* ]] && bad=$((bad + 1))
     echo "---- $name: $verdict"
-    if [[ $verdict == passed ]]; then tail -n "${SHOW:-12}" "$out/$name.log"; else tail -n 40 "$out/$name.log"; fi
+    local show=${SHOW:-12}
+    [[ $verdict == passed || $show -gt 40 ]] || show=40
+    tail -n "$show" "$out/$name.log"
     summary+=("$(printf '%-28s %-24s %4d s' "$name" "$verdict" $((SECONDS - start)))")
 }
 
@@ -41,7 +47,7 @@ pc() { # pc NAME LIBRARY HEADER: a pkg-config file for a library that the system
     folder=$(dirname "$(find /usr/include /usr/local/include -name "$3" -print -quit)")
     mkdir -p "$build/pc"
     printf 'Name: %s\nDescription: %s\nVersion: 0\nLibs: -l%s\nCflags: -I%s\n' "$1" "$1" "$2" "$folder" >"$build/pc/$1.pc"
-    export PKG_CONFIG_PATH=$PWD/$build/pc:${PKG_CONFIG_PATH:-}
+    export PKG_CONFIG_PATH=$PWD/$build/pc${PKG_CONFIG_PATH:+:$PKG_CONFIG_PATH}
 }
 build_all() {
     cmake -S . -B $build -G Ninja -DEPOCH_CUDA=ON ${PKG_CONFIG:+-DPKG_CONFIG_EXECUTABLE="$PKG_CONFIG"} &&
@@ -63,27 +69,28 @@ modes="full epoch no-atlas no-lsp no-lane"
 run_demo() { # run_demo NAME OPTION...: decodes the demo questions; accuracy goes to NAME.score
     local name=$1
     shift
-    rm -rf "$out/$name".*
-    $build/epoch run --model models/tiny --data gsm8k:datasets/samples/gsm8k_demo.jsonl --out "$out/$name.h5" \
-        --batch 100 --progress lines "$@" && $build/epoch score "$out/$name.h5" >"$out/$name.score.new" &&
-        mv "$out/$name.score.new" "$out/$name.score"
-    rm -rf "$out/$name".h5 "$out/$name".h5.d
+    rm -rf "$build/demo/$name".*
+    $build/epoch run --model models/tiny --data gsm8k:datasets/samples/gsm8k_demo.jsonl --out "$build/demo/$name.h5" \
+        --batch 100 --progress lines "$@" && $build/epoch score "$build/demo/$name.h5" >"$build/demo/$name.score.new" &&
+        mv "$build/demo/$name.score.new" "$build/demo/$name.score"
+    rm -rf "$build/demo/$name".h5 "$build/demo/$name".h5.d
 }
 cpu_demos() { # in the background, beside the tests
+    mkdir -p "$build/demo"
     for mode in $modes; do
-        run_demo "cpu-$mode" --device cpu --mode "$mode" --threads $((($(nproc) + 4) / 5)) >"$out/cpu-$mode.log" 2>&1 &
+        run_demo "cpu-$mode" --device cpu --mode "$mode" --threads $((($(nproc) + 4) / 5)) >"$build/demo/cpu-$mode.log" 2>&1 &
     done
     wait
 }
-right() { awk '$1 == "gsm8k" && $2 == "strict" { print $4 }' "$out/$1.score"; }
+right() { awk '$1 == "gsm8k" && $2 == "strict" { print $4 }' "$build/demo/$1.score"; }
 demo() { # accuracy on the GPU beside the CPU's, within 1 point of 200 questions
     local rc=0 mode
     for mode in $modes; do
         run_demo "gpu-$mode" --device cuda --mode "$mode" || rc=1
     done
     for mode in $modes; do
-        until [ -s "$out/cpu-$mode.score" ]; do sleep 1; done
-        [ -s "$out/gpu-$mode.score" ] || continue
+        until [ -s "$build/demo/cpu-$mode.score" ]; do sleep 1; done
+        [ -s "$build/demo/gpu-$mode.score" ] || continue
         local cpu gpu
         cpu=$(right "cpu-$mode") gpu=$(right "gpu-$mode")
         echo "accuracy $mode: GPU $gpu, CPU $cpu of 200 right"
@@ -91,19 +98,20 @@ demo() { # accuracy on the GPU beside the CPU's, within 1 point of 200 questions
     done
     return $rc
 }
-sanitize() { # sanitize TOOL PROGRAM TEST...: single tests by name
+sanitize() { # sanitize TOOL PROGRAM TEST...: single tests by name, 30 s each
     local tool=$1 program=$2 rc=0 test
     shift 2
     for test; do
         echo "== $tool $program $test"
-        "$sanitizer" --tool "$tool" --error-exitcode 9 "$build/$program" "$test" 2>&1 || rc=1
+        timeout -k 5 30 "$sanitizer" --tool "$tool" --error-exitcode 9 "$build/$program" "$test" 2>&1 || { echo "status $?"; rc=1; }
     done
     return $rc
 }
 sanitize_all() {
     local rc=0
-    sanitize memcheck test_cuda test_embed test_merge test_norm test_rotate test_route test_life || rc=1
-    sanitize racecheck test_cuda test_norm test_rotate test_route || rc=1
+    sanitize memcheck test_cuda test_embed test_merge test_norm test_rotate test_route test_no_slots || rc=1
+    sanitize racecheck test_cuda test_norm test_rotate || rc=1
+    sanitize memcheck test_cuda_kernels test_head test_attention test_experts test_products || rc=1
     return $rc
 }
 bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real decode
@@ -130,8 +138,9 @@ demos=$!
 wanted twin && part twin 90 gpu_tests twin
 wanted golden && part golden 60 gpu_tests golden
 wanted sanitizer && part sanitizer 100 sanitize_all
-wanted demo && part demo 60 demo
-wanted bench && SHOW=80 part bench 60 bench
+wanted demo && part demo 90 demo
+wanted kernels && SHOW=150 part kernels 60 $build/bench_cuda
+wanted bench && SHOW=80 part bench 120 bench
 kill $demos 2>/dev/null
 echo
 printf '%s\n' "${summary[@]}"

@@ -249,6 +249,10 @@ def test_changes():
     refused(out, 'rows of .*gsm8k_demo.jsonl was "1-6", is "1-8"', limit=8)
     refused(out, "shots was null, is", "--shots", "1:" + str(DEMO))
     refused(out, "template was null, is", "--template", str(ROOT / "models/templates/question.txt"))
+    german = f"mgsm:{ROOT}/datasets/samples/mgsm_de.tsv"
+    refused(out, "there were 1 --data, are 2", "--data", german)
+    refused(out, '--data was "gsm8k", is "mgsm_de"', data=german)
+    Job(out, "--resume", "--data", GSM8K).gives(2, "would be called gsm8k too")
     other = path("model")
     shutil.copytree(MODEL, other, ignore=shutil.ignore_patterns("training"))
     weights = os.path.join(other, "model-00001-of-00002.safetensors")

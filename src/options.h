@@ -29,7 +29,7 @@ typedef struct options {
     int32_t atlas_extra, atlas_budget, atlas_step;
     double atlas_coverage, atlas_share, atlas_mass;
     int32_t resume;
-    bool strict, trace, dry_run;
+    bool strict, trace, audit, observe, dry_run;
     double commit_every, publish_every, time_budget, lock_wait, timeout;
     const char *stop_file;
 } options;

@@ -2,6 +2,8 @@
 
 #include "results/results.h"
 #include "src/base/fault.h"
+#include "src/exec/audit.h"
+#include "src/exec/observe.h"
 #include "src/feed.h"
 #include "src/flight.h"
 #include "src/plan/scheduler.h"
@@ -36,6 +38,9 @@ typedef struct job {
     layer_log *log;        /* --trace: [sparse layers * cohorts] */
     row **queue;           /* rows waiting for a slot: [queue_room], the first queue_count */
     int32_t queue_count, queue_room;
+    audit *audit;          /* --audit */
+    audit_slot *audited;   /* [slot_count] */
+    observer *observer;    /* --observe */
     int32_t *want;         /* [size] */
     result_phase counters;
     int64_t total, recorded, failed; /* rows of the job; of this rank and session */
@@ -182,6 +187,10 @@ static status open_job(job *j, const char *command_line)
     TRY(w->agree(w, watch_open(&j->watch, j->dir)));
     fault_point("load");
     TRY(w->agree(w, stage_load(&j->stage)));
+    st = o->audit ? audit_open(&j->audit, j->stage.executor) : OK;
+    if (st == OK && o->observe)
+        st = observer_open(&j->observer, j->stage.executor);
+    TRY(w->agree(w, st));
     if (w->rank == 0) {
         json_t *loaded = stage_json(&j->stage); /* it knows the device now */
         json_object_update(j->run_json, loaded);
@@ -204,11 +213,12 @@ static status open_job(job *j, const char *command_line)
     size_t n = (size_t)j->stage.slot_count;
     j->flight = calloc(n + 1, sizeof *j->flight);
     j->report = calloc(n + 1, sizeof *j->report);
+    j->audited = calloc(n + 1, sizeof *j->audited);
     j->log = calloc((size_t)j->stage.executor->plans.log.rows + 1, sizeof *j->log);
     j->queue_room = j->stage.slot_count + 1;
     j->queue = calloc((size_t)j->queue_room, sizeof *j->queue);
     j->want = calloc((size_t)w->size, sizeof *j->want);
-    if (st == OK && (!j->flight || !j->report || !j->log || !j->queue || !j->want))
+    if (st == OK && (!j->flight || !j->report || !j->audited || !j->log || !j->queue || !j->want))
         st = status_fail(FAILED, __FILE__, __LINE__, "out of memory");
     TRY(w->agree(w, st));
     if (w->rank == 0)
@@ -451,6 +461,56 @@ static status trace(job *j, const flight *f, int32_t index, const slot_report *r
     return journal_iteration(j->journal, &it);
 }
 
+/* The dense executor goes through the same forward. Neither its traffic nor its time counts. */
+static status shadow(job *j)
+{
+    status st = OK;
+    int64_t bytes;
+    lane_traffic ignored_traffic;
+    double ignored[PHASES] = {0}, began = now();
+    backend *b = j->stage.backend;
+    TRY(b->mark(b, PHASE_HOST));
+    TRY(b->laps(b, j->counters.seconds));
+    TRY(take_traffic(j, &bytes));
+    TRY(audit_after(j->audit, j->audited));
+    TRY(b->mark(b, PHASE_HOST));
+    TRY(b->laps(b, ignored));
+    TRY(j->stage.lane->traffic(j->stage.lane, &ignored_traffic));
+    j->started += now() - began;
+out:
+    return st;
+}
+
+static status record_audit(job *j, const flight *f, const slot_report *rep, const audit_slot *a)
+{
+    result_audit r = {.order = f->row->order,
+                      .turn = f->row->turn,
+                      .block = rep->block,
+                      .iteration = rep->iteration,
+                      .live = a->live,
+                      .held = a->held,
+                      .same = a->same,
+                      .broken = a->broken,
+                      .block_same = a->same == a->live,
+                      .max_difference = a->max_difference,
+                      .mean_difference = a->mean_difference,
+                      .min_margin = a->min_margin,
+                      .mean_margin = a->mean_margin};
+    return journal_audit(j->journal, &r);
+}
+
+static status record_observed(job *j)
+{
+    const observation *o = observer_sums(j->observer);
+    result_observed r;
+    _Static_assert((int)OBSERVE_STEPS == (int)OBSERVED_STEPS && (int)OBSERVE_KINDS == (int)OBSERVED_KINDS, "the same table");
+    memcpy(r.overlap_count, o->overlap_count, sizeof r.overlap_count);
+    memcpy(r.overlap_sum, o->overlap_sum, sizeof r.overlap_sum);
+    memcpy(r.cosine_count, o->cosine_count, sizeof r.cosine_count);
+    memcpy(r.cosine_sum, o->cosine_sum, sizeof r.cosine_sum);
+    return journal_observed(j->journal, &r);
+}
+
 static status take_reports(job *j)
 {
     status st = OK;
@@ -462,6 +522,8 @@ static status take_reports(job *j)
         TRY(x->backend->download(x->backend, j->log, &x->plans.log));
         TRY(traced_bytes(j, &bytes_a_row));
     }
+    if (j->audit)
+        TRY(shadow(j));
     for (int32_t i = 0; i < j->stage.slot_count; i++) {
         const slot_report *rep = &j->report[i];
         flight *f = &j->flight[i];
@@ -471,6 +533,8 @@ static status take_reports(job *j)
         TRY(flight_report(f, rep, k));
         if (j->o->trace && rep->path >= PATH_COLD && !rep->broken)
             TRY(trace(j, f, i, rep, bytes_a_row));
+        if (j->audit && j->audited[i].live > 0)
+            TRY(record_audit(j, f, rep, &j->audited[i]));
         if (rep->broken)
             TRY(land(j, i, "the logits are not finite"));
         else if (rep->sequence_done)
@@ -489,6 +553,8 @@ static status commit(job *j)
     TRY(b->laps(b, j->counters.seconds));
     TRY(take_traffic(j, &bytes));
     j->counters.wall_seconds = now() - j->started;
+    if (j->observer)
+        TRY(record_observed(j));
     fault_point("commit");
     TRY(journal_commit(j->journal, &j->counters));
     fault_point("committed");
@@ -529,6 +595,8 @@ static status decode(job *j)
         TRY(fill_slots(j));
         set_pulse(j);
         TRY(b->mark(b, PHASE_HOST));
+        if (j->audit)
+            TRY(audit_before(j->audit));
         TRY(executor_forward(j->stage.executor));
         j->counters.forwards++;
         TRY(take_reports(j));
@@ -597,6 +665,7 @@ static void close_job(job *j)
         row_close(j->queue[i]);
     free(j->flight);
     free(j->report);
+    free(j->audited);
     free(j->log);
     free(j->queue);
     free(j->want);
@@ -604,6 +673,8 @@ static void close_job(job *j)
     results_scan_close(&j->done);
     json_decref(j->run_json);
     feed_close(j->feed);
+    audit_close(j->audit);
+    observer_close(j->observer);
     stage_close(&j->stage);
     if (j->lock >= 0)
         close(j->lock);

@@ -1,5 +1,6 @@
 #include "src/stage.h"
 
+#include "src/exec/audit.h"
 #include "src/model/safetensors.h"
 
 #include <stdlib.h>
@@ -227,6 +228,8 @@ void stage_print(const stage *s, FILE *to)
         r.page_count = s->rule.slot_count ? (int32_t)((int64_t)s->rule.page_count * slot_count / s->rule.slot_count) : 0;
         r.slot_count = slot_count;
         executor_sizes z = executor_measure(&r, c, s->cuda ? BF16 : F32);
+        if (s->options->audit)
+            z.iteration += audit_bytes(&r, c, s->cuda ? BF16 : F32);
         char run[32];
         snprintf(run, sizeof run, "%d-%d", s->tree->rank_first[rank], s->tree->rank_first[rank + 1] - 1);
         fprintf(to, "%5d %12s %6d %12.1f %12.1f %12.1f %12.1f\n", rank, run, slot_count, (double)weights_bytes(c, &wr) / 1e6,

@@ -128,11 +128,11 @@ out:
     return st;
 }
 
-status executor_open(executor **out, const executor_rule *r, const model_config *c, const weights *w, backend *b, lane *l)
+/* An executor that holds no memory of the backend yet. */
+static status prepare(executor **out, const executor_rule *r, const model_config *c, const weights *w, backend *b, lane *l)
 {
     status st = OK;
-    *out = NULL;
-    executor *x = calloc(1, sizeof *x);
+    executor *x = *out = calloc(1, sizeof *x);
     if (!x)
         FAIL(FAILED, "out of memory");
     x->rule = *r;
@@ -155,10 +155,41 @@ status executor_open(executor **out, const executor_rule *r, const model_config 
                             .top_groups = c->top_groups,
                             .scale = c->routed_scale,
                             .normalise = c->normalise};
+out:
+    return st;
+}
+
+status executor_open(executor **out, const executor_rule *r, const model_config *c, const weights *w, backend *b, lane *l)
+{
+    status st = OK;
+    executor *x = NULL;
+    *out = NULL;
+    TRY(prepare(&x, r, c, w, b, l));
     TRY(pages_open(&x->pages, r->page_count, r->slot_count, max_blocks(r)));
     TRY(take(x, &x->pool, "the KV pool", "--kv-tokens", lay_kv));
     TRY(take(x, &x->slot, "slots and decoded caches", "--batch", lay_slots));
     TRY(take(x, &x->iteration, "activations", "--batch or --prefill-blocks", lay_iteration));
+    *out = x;
+    x = NULL;
+out:
+    executor_close(x);
+    return st;
+}
+
+status executor_open_shadow(executor **out, const executor *of)
+{
+    status st = OK;
+    executor *x = NULL;
+    executor_rule r = of->rule;
+    *out = NULL;
+    r.block.refresh_every = 1;
+    r.block.restrict_experts = r.block.dense_lane = false;
+    TRY(prepare(&x, &r, of->config, of->weights, of->backend, of->lane));
+    TRY(take(x, &x->slot, "the slots of --audit", "--batch", lay_slots));
+    TRY(take(x, &x->iteration, "the activations of --audit", "--batch or --prefill-blocks", lay_iteration));
+    x->heart = of->heart;
+    x->kv = of->kv;
+    x->slots.page = of->slots.page;
     *out = x;
     x = NULL;
 out:
@@ -303,7 +334,7 @@ out:
 
 status executor_forward(executor *x)
 {
-    return x->lane->replays ? x->backend->repeat(x->backend, &x->record, enqueue, x) : enqueue(x);
+    return x->lane->replays && !x->observer ? x->backend->repeat(x->backend, &x->record, enqueue, x) : enqueue(x);
 }
 
 status executor_reports(executor *x, slot_report *out)

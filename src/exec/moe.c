@@ -1,6 +1,7 @@
 /* The MLP half of a layer. A sparse layer is a full shard in, a full shard out: the compacted rows never leave this file
  * and the lane. */
 #include "src/exec/executor.h"
+#include "src/exec/observe.h"
 
 /* y = down(silu(gate h) * up h), for all rows of the batch. */
 static status mlp(executor *x, tensor *y, const tensor *gate_up, const tensor *down)
@@ -53,6 +54,8 @@ status moe_layer(executor *x, int layer, int sparse)
     TRY(executor_mark(x, layer, PHASE_COMBINE));
     TRY(b->merge(b, &v->y_shard, &v->y_fresh, &x->decoded_cache, sparse, &x->batch, &x->slots, k));
     TRY(executor_mark(x, layer, PHASE_MERGE));
+    if (x->observer)
+        TRY(observe_layer(x->observer, x, sparse));
     if (w->shared_gate_up.data) {
         TRY(mlp(x, &v->y, &w->shared_gate_up, &w->shared_down));
         TRY(b->add(b, &v->y_shard, &v->y));

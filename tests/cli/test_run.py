@@ -237,6 +237,31 @@ def test_dry_run():
     assert not out.exists()
 
 
+def test_audit_and_observe():
+    """The shadow and the observer change no token, no count and no traffic; what they find is in the file, and is the same
+    for any number of ranks."""
+    rows = ["--limit", 4, "--gen-len", 64]
+    plain, one, two = new("plain.h5"), new("audit1.h5"), new("audit2.h5")
+    for out, ranks, more in (plain, 2, []), (one, 1, ["--audit", "--observe"]), (two, 2, ["--audit", "--observe"]):
+        rc, _, stderr = epoch(*words(out, more=[*rows, *more]), ranks=ranks)
+        same((rc, stderr), (0, ""))
+    found, count, _ = compare(plain, [one, two])
+    same((found, count), ([], 4))
+    with h5py.File(plain) as p, h5py.File(one) as a, h5py.File(two) as b:
+        assert "audit" not in p and "observed" not in p
+        for column in ("rows_fresh", "rows_cached", "rows_dispatched", "bytes_dispatched", "bytes_combined", "forwards"):
+            same(b[f"phases/{column}"][:].tolist(), p[f"phases/{column}"][:].tolist())
+        same(len(a["audit/live"]), int(p["blocks/iterations"][:].sum()))
+        for column in a["audit"].keys() - {"rank"}:
+            same(a[f"audit/{column}"][:].tolist(), b[f"audit/{column}"][:].tolist())
+        live, held, alike = (a[f"audit/{column}"][:].sum() for column in ("live", "held", "same"))
+        assert 0 < held < live and 0.8 * live < alike <= live, (live, held, alike)
+        same(a["audit/broken"][:].sum(), 0)
+        for column in ("overlap_count", "decoded_count", "live_count"):
+            assert a[f"observed/{column}"][:].sum() > 0
+            same(a[f"observed/{column}"][:].sum(axis=0).tolist(), b[f"observed/{column}"][:].sum(axis=0).tolist())
+
+
 def test_small_run():
     """Two rows on two ranks from end to end; also under the sanitizers. Each forward is committed by itself, and what the
     counters say is about the whole run all the same."""

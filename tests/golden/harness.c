@@ -1,5 +1,6 @@
 #include "tests/golden/harness.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 plan_settings harness_settings(int block_size, float threshold, int mask_id, int eos_id)
@@ -70,6 +71,7 @@ out:
 
 void harness_close(harness *h)
 {
+    audit_close(h->audit);
     executor_close(h->executor);
     if (h->lane)
         h->lane->close(h->lane);
@@ -97,6 +99,18 @@ out:
     return st;
 }
 
+static void add_audit(audit_slot *sum, const audit_slot *a)
+{
+    if (a->live == 0)
+        return;
+    sum->min_margin = sum->live ? fminf(sum->min_margin, a->min_margin) : a->min_margin;
+    sum->max_difference = fmaxf(sum->max_difference, a->max_difference);
+    sum->live += a->live;
+    sum->held += a->held;
+    sum->same += a->same;
+    sum->broken += a->broken;
+}
+
 status harness_decode(harness *h, decoded *d, int count)
 {
     status st = OK;
@@ -104,7 +118,8 @@ status harness_decode(harness *h, decoded *d, int count)
     int slot_count = x->rule.slot_count, next = 0, done = 0;
     decoded **in = calloc((size_t)slot_count, sizeof *in);
     slot_report *rep = calloc((size_t)slot_count, sizeof *rep);
-    if (!in || !rep)
+    audit_slot *audited = calloc((size_t)slot_count, sizeof *audited);
+    if (!in || !rep || !audited)
         FAIL(FAILED, "out of memory");
     while (done < count) {
         for (int i = 0; i < slot_count && next < count; i++) {
@@ -116,8 +131,14 @@ status harness_decode(harness *h, decoded *d, int count)
                 TRY(token_list_add(&in[i]->flight.prompt, in[i]->prompt[k]));
             TRY(executor_admit(x, i, in[i]->prompt, in[i]->prompt_tokens, in[i]->flight.end));
         }
+        if (h->audit)
+            TRY(audit_before(h->audit));
         TRY(executor_forward(x));
         TRY(executor_reports(x, rep));
+        if (h->audit)
+            TRY(audit_after(h->audit, audited));
+        for (int i = 0; i < slot_count; i++)
+            add_audit(&h->audited, &audited[i]);
         for (int i = 0; i < slot_count; i++) {
             if (!in[i] || rep[i].path == PATH_NONE)
                 continue;
@@ -137,6 +158,7 @@ status harness_decode(harness *h, decoded *d, int count)
 out:
     free(in);
     free(rep);
+    free(audited);
     return st;
 }
 

@@ -2,6 +2,7 @@
 #ifndef EPOCH_TESTS_HARNESS_H
 #define EPOCH_TESTS_HARNESS_H
 
+#include "src/exec/audit.h"
 #include "src/exec/executor.h"
 #include "src/feed.h"
 #include "src/flight.h"
@@ -14,6 +15,8 @@ typedef struct harness {
     weights *weights;
     lane *lane;
     executor *executor;
+    audit *audit;       /* opened by a test that wants every forward audited; closed here */
+    audit_slot audited; /* over all iterations so far: sums, the largest difference, the smallest margin */
 } harness;
 
 /* The exact dense executor's settings; change what a test is about. */

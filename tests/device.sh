@@ -49,9 +49,11 @@ pc() { # pc NAME LIBRARY HEADER: a pkg-config file for a library that the system
     printf 'Name: %s\nDescription: %s\nVersion: 0\nLibs: -l%s\nCflags: -I%s\n' "$1" "$1" "$2" "$folder" >"$build/pc/$1.pc"
     export PKG_CONFIG_PATH=$PWD/$build/pc${PKG_CONFIG_PATH:+:$PKG_CONFIG_PATH}
 }
-build_all() {
+build_all() { # what the parts below run
+    local tests
+    tests=$(basename -s .c tests/twin/test_cuda*.c tests/golden/test_cuda*.c)
     cmake -S . -B $build -G Ninja -DEPOCH_CUDA=ON ${PKG_CONFIG:+-DPKG_CONFIG_EXECUTABLE="$PKG_CONFIG"} &&
-        cmake --build $build -j "$(nproc)"
+        cmake --build $build -j "$(nproc)" --target epoch bench_cuda $tests
 }
 gpu_tests() { # gpu_tests FOLDER: every test_cuda*.c there, one after the other
     local rc=77 one test

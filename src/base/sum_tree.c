@@ -101,9 +101,9 @@ typedef struct terms {
     int64_t n;
 } terms;
 
-/* The sum of the terms in shards [lo, hi), as a pointer to a term or to scratch; NULL if none is present. A node leaves
- * its sum in the first n floats of its scratch; the right side gets what lies behind them, so a left sum survives. */
-static const float *node(const sum_tree *t, terms *s, int lo, int hi, float *scratch)
+/* The sum of the terms in shards [lo, hi), as a pointer to a term or to `to`, where a node leaves its n floats; NULL if
+ * none is present. The right side's go to scratch, so that a left sum survives. */
+static const float *node(const sum_tree *t, terms *s, int lo, int hi, float *to, float *scratch)
 {
     int end = hi * t->per_shard;
     if (s->next >= s->count || s->id[s->next] >= end)
@@ -115,26 +115,26 @@ static const float *node(const sum_tree *t, terms *s, int lo, int hi, float *scr
         while (s->next < s->count && s->id[s->next] < end) {
             const float *add = s->row[s->next++];
             for (int64_t i = 0; i < s->n; i++)
-                scratch[i] = sum[i] + add[i];
-            sum = scratch;
+                to[i] = sum[i] + add[i];
+            sum = to;
         }
         return sum;
     }
     int mid = lo + (hi - lo) / 2;
-    const float *left = node(t, s, lo, mid, scratch);
-    const float *right = node(t, s, mid, hi, left ? scratch + s->n : scratch);
+    const float *left = node(t, s, lo, mid, to, scratch);
+    const float *right = left ? node(t, s, mid, hi, scratch, scratch + s->n) : node(t, s, mid, hi, to, scratch);
     if (!left || !right)
         return left ? left : right;
     for (int64_t i = 0; i < s->n; i++)
-        scratch[i] = left[i] + right[i];
-    return scratch;
+        to[i] = left[i] + right[i];
+    return to;
 }
 
 static void take(float *y, const float *sum, int64_t n)
 {
-    if (sum)
+    if (sum && sum != y)
         memcpy(y, sum, (size_t)n * sizeof *y);
-    else
+    else if (!sum)
         memset(y, 0, (size_t)n * sizeof *y);
 }
 
@@ -150,7 +150,7 @@ void sum_tree_fold(const sum_tree *t, float *y, const float *const *term, int64_
             row[count++] = term[u];
         }
     terms s = {.id = id, .last = last, .row = row, .count = count, .n = n};
-    take(y, node(t, &s, 0, t->shards, scratch), n);
+    take(y, node(t, &s, 0, t->shards, y, scratch), n);
 }
 
 void sum_tree_unit(const sum_tree *t, int u, float *y, const int32_t *id, const float *const *term, int edges, int64_t n,
@@ -164,5 +164,5 @@ void sum_tree_unit(const sum_tree *t, int u, float *y, const int32_t *id, const 
         to--;
     terms s = {.id = id + from, .row = term + from, .count = to - from, .n = n};
     int lo = unit->shard_lo, hi = unit->shard_hi > lo ? unit->shard_hi : lo + 1;
-    take(y, node(t, &s, lo, hi, scratch), n);
+    take(y, node(t, &s, lo, hi, y, scratch), n);
 }

@@ -34,11 +34,16 @@ static void state_open(state *t, const tensor *qkv, const span *at, int head, co
     t->shrink = t->sum + rows;
     t->o = t->shrink + rows;
     for (int i = 0; i < rows; i++) {
-        const float *q = cpu_row(qkv, at->row + i % r->block_size) + (head + i / r->block_size) * d;
         t->most[i] = -INFINITY;
         t->sum[i] = 0;
-        for (int j = 0; j < d; j++)
-            t->q[j * rows + i] = q[j] * scale;
+    }
+    for (int first = 0; first < rows; first += r->block_size) { /* head by head, stores side by side */
+        const float *restrict q = cpu_row(qkv, at->row) + (head + first / r->block_size) * d;
+        for (int j = 0; j < d; j++) {
+            float *restrict to = t->q + j * rows + first;
+            for (int i = 0; i < r->block_size; i++)
+                to[i] = q[i * qkv->ld + j] * scale;
+        }
     }
 }
 
@@ -71,10 +76,11 @@ static void add_page(const state *t, const float *k, const float *v, int64_t ldk
 {
     cpu_mix(t->score, t->rows, k, ldkv, t->q, t->rows, t->keys, t->rows, t->d, false);
     soften(t);
-    for (int i = 0; !first && i < t->rows; i++)
-        if (t->shrink[i] != 1)
-            for (int j = 0; j < t->d; j++)
-                t->o[i * t->d + j] *= t->shrink[i];
+    for (int i = 0; !first && i < t->rows; i++) {
+        float *o = t->o + i * t->d, shrink = t->shrink[i];
+        for (int j = 0; shrink != 1 && j < t->d; j++)
+            o[j] *= shrink;
+    }
     cpu_mix_turned(t->o, t->d, t->score, t->rows, v, ldkv, t->rows, t->d, t->keys, !first);
 }
 
@@ -103,9 +109,11 @@ static void span_head(const attend_task *a, const span *at, int kv_head, float *
         add_page(&t, cpu_row(&kv->k, row) + kv_head * d, cpu_row(&kv->v, row) + kv_head * d, kv->k.ld, block == 0);
     }
     for (int i = 0; i < t.rows; i++) {
-        float scale = 1.0f / t.sum[i], *to = cpu_row(a->y, at->row + i % r->block_size) + (head + i / r->block_size) * d;
+        const float *restrict o = t.o + i * d;
+        float *restrict to = cpu_row(a->y, at->row + i % r->block_size) + (head + i / r->block_size) * d;
+        float scale = 1.0f / t.sum[i];
         for (int j = 0; j < d; j++)
-            to[j] = t.o[i * d + j] * scale;
+            to[j] = o[j] * scale;
     }
 }
 

@@ -19,46 +19,33 @@ static void universe_open(universe *u, const float *z, const float *bias, const 
         u->choice[e] = u->score[e] + bias[e];
     }
     for (int e = 0; support && e < experts; e++)
-        if (!((uint32_t)support[e / 32] >> (e % 32) & 1))
-            u->choice[e] = -INFINITY;
+        u->choice[e] = (uint32_t)support[e / 32] >> (e % 32) & 1 ? u->choice[e] : -INFINITY;
 }
 
-typedef struct group_rank {
-    int32_t eligible; /* at most 2 count */
-    float best;       /* the sum of the up to two best choices */
-} group_rank;
-
-static group_rank rank_group(const float *choice, int experts)
-{
-    group_rank g = {0, 0};
-    float first = -INFINITY, second = -INFINITY;
-    for (int e = 0; e < experts; e++)
-        if (choice[e] > first) {
-            second = first;
-            first = choice[e];
-        } else if (choice[e] > second) {
-            second = choice[e];
-        }
-    g.eligible = (first > -INFINITY) + (second > -INFINITY);
-    if (g.eligible > 0)
-        g.best = g.eligible > 1 ? first + second : first;
-    return g;
-}
-
-/* Takes the groups that are not kept out of the universe. */
+/* Takes the groups that are not kept out of the universe. A group ranks by how many eligible experts it has, counted up
+ * to two, then by the sum of the best two. */
 static void limit_groups(universe *u, const route_rule *r)
 {
-    group_rank rank[SUM_TREE_EXPERTS];
-    bool keep[SUM_TREE_EXPERTS] = {false};
+    float first[SUM_TREE_EXPERTS], second[SUM_TREE_EXPERTS];
+    int32_t eligible[SUM_TREE_EXPERTS];
+    bool keep[SUM_TREE_EXPERTS];
     int size = r->experts / r->groups;
     for (int g = 0; g < r->groups; g++)
-        rank[g] = rank_group(u->choice + g * size, size);
+        first[g] = second[g] = -INFINITY;
+    for (int k = 0; k < size; k++)
+#pragma omp simd
+        for (int g = 0; g < r->groups; g++)
+            lane_rank(&first[g], &second[g], u->choice[g * size + k]);
+    for (int g = 0; g < r->groups; g++) {
+        eligible[g] = (first[g] > -INFINITY) + (second[g] > -INFINITY);
+        first[g] = eligible[g] > 1 ? first[g] + second[g] : first[g];
+        keep[g] = false;
+    }
     for (int n = 0; n < r->top_groups; n++) {
         int best = -1;
         for (int g = 0; g < r->groups; g++)
-            if (!keep[g] && rank[g].eligible > 0 &&
-                (best < 0 || rank[g].eligible > rank[best].eligible ||
-                 (rank[g].eligible == rank[best].eligible && rank[g].best > rank[best].best)))
+            if (!keep[g] && eligible[g] > 0 &&
+                (best < 0 || eligible[g] > eligible[best] || (eligible[g] == eligible[best] && first[g] > first[best])))
                 best = g;
         if (best < 0)
             break;
@@ -69,21 +56,29 @@ static void limit_groups(universe *u, const route_rule *r)
             u->choice[e] = -INFINITY;
 }
 
-/* The n best choices into id[], descending, lower ids first among equals; their count. They leave the universe. */
-static int choose(universe *u, int experts, int n, int32_t *id)
+/* The n best of x[0..experts) into id[], descending, lower ids first among equals; how many there are above -inf. Number
+ * and id become one integer, so that a round is one maximum without branches. */
+static int choose(const float *x, int experts, int n, int32_t *id)
 {
-    for (int i = 0; i < n; i++) {
-        int best = -1;
-        float most = -INFINITY;
-        for (int e = 0; e < experts; e++)
-            if (u->choice[e] > most) {
-                most = u->choice[e];
-                best = e;
-            }
-        if (best < 0)
-            return i;
-        u->choice[best] = -INFINITY;
-        id[i] = best;
+    int64_t key[SUM_TREE_EXPERTS], last = INT64_MAX;
+    for (int e = 0; e < experts; e++) {
+        float number = x[e] + 0.0f; /* no negative zero */
+        int32_t bits;
+        memcpy(&bits, &number, sizeof bits);
+        bits ^= (bits >> 31) & INT32_MAX; /* the order of numbers as that of integers */
+        key[e] = number > -INFINITY ? (int64_t)bits * (INT64_C(1) << 32) + (experts - e) : INT64_MIN;
+    }
+    for (int k = 0; k < n; k++) {
+        int64_t best = INT64_MIN;
+#pragma omp simd reduction(max : best)
+        for (int e = 0; e < experts; e++) {
+            int64_t left = key[e] < last ? key[e] : INT64_MIN;
+            best = left > best ? left : best;
+        }
+        if (best == INT64_MIN)
+            return k;
+        id[k] = experts - (int32_t)(best & INT32_MAX);
+        last = best;
     }
     return n;
 }
@@ -94,7 +89,7 @@ static int choose_row(universe *u, const float *z, const float *bias, const int3
     universe_open(u, z, bias, support, r->experts);
     if (r->top_groups < r->groups)
         limit_groups(u, r);
-    return choose(u, r->experts, n, id);
+    return choose(u->choice, r->experts, n, id);
 }
 
 int route_candidates(const float *z, const float *bias, const route_rule *r, int n, int32_t *id, float *score)

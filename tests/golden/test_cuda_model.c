@@ -42,17 +42,17 @@ static void near_logits(const float *have, const stored_tensor *t, int rows, int
     int elsewhere = 0;
     assert_int_equal(t->bytes, (size_t)(rows * vocab) * sizeof(float));
     for (int r = 0; r < rows; r++) {
-        double row = 0, most = 0;
+        double squares = 0, most = 0;
         for (int64_t i = r * vocab; i < (r + 1) * vocab; i++) {
             double d = fabs((double)have[i] - (double)want[i]);
-            row += d * d;
+            squares += d * d;
             most = d > most ? d : most;
         }
         if (most > 0.5) {
             elsewhere++;
             continue;
         }
-        sum += row;
+        sum += squares;
         largest = most > largest ? most : largest;
     }
     double rms = sqrt(sum / (double)((rows - elsewhere) * vocab));

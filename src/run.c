@@ -43,8 +43,8 @@ typedef struct job {
     observer *observer;    /* --observe */
     int32_t *want;         /* [size] */
     result_phase counters;
-    int64_t total, recorded, failed; /* rows of the job; of this rank and session */
-    double born, started, committed, published, looked;
+    int64_t total, recorded, durable, failed; /* rows of the job; of this rank and session */
+    double born, started, committed, commit_asked, published, looked;
     bool stop_file_seen;
     bool stopped;
     progress *progress;
@@ -276,8 +276,9 @@ static status record(job *j, flight *f, const char *text, const char *message)
 {
     result_row r;
     flight_record(&r, f, text, message, now());
-    j->recorded++;
-    j->failed += r.failed;
+    bool again = results_done(&j->done, r.dataset, r.id, r.turn); /* killed before it said so of the turns behind it */
+    j->recorded += !again;
+    j->failed += !again && r.failed;
     j->counters.generated_tokens += r.tokens;
     return journal_row(j->journal, &r);
 }
@@ -352,7 +353,8 @@ static void set_pulse(job *j)
     p[PULSE_BUSY] = flying + j->queue_count;
     p[PULSE_WANT] = free_slots > 0 ? free_slots : 0;
     p[PULSE_STOP] = stop_wanted(j);
-    p[PULSE_DONE] = (int32_t)j->recorded;
+    p[PULSE_COMMIT] = j->w->rank == 0 && now() - j->commit_asked >= j->o->commit_every;
+    p[PULSE_DONE] = (int32_t)j->durable;
     p[PULSE_TOKENS] = (int32_t)(j->counters.generated_tokens & 0x7fffffff);
     p[PULSE_STEPS] = (int32_t)(j->counters.forwards & 0x7fffffff);
 }
@@ -544,6 +546,8 @@ out:
     return st;
 }
 
+static const double COUNTERS_EVERY = 30; /* s: without rows to commit, the counters are */
+
 static status commit(job *j)
 {
     status st = OK;
@@ -559,6 +563,7 @@ static status commit(job *j)
     TRY(journal_commit(j->journal, &j->counters));
     fault_point("committed");
     j->committed = now();
+    j->durable = j->recorded;
 out:
     return st;
 }
@@ -584,7 +589,7 @@ static status decode(job *j)
         int total = o->batch_per_rank ? o->batch_per_rank * w->size : o->batch;
         j->want[r] = deal_evenly(total, w->size, r);
     }
-    j->started = j->committed = j->published = now();
+    j->started = j->committed = j->commit_asked = j->published = now();
     TRY(b->mark(b, PHASE_HOST));
     TRY(b->laps(b, ignored)); /* what came before the first forward */
     heartbeat_stage(&j->watch.heart, WATCH_RUN);
@@ -610,8 +615,11 @@ static status decode(job *j)
             j->stopped = true;
             break;
         }
-        if (now() - j->committed >= o->commit_every)
-            TRY(commit(j));
+        if (j->stage.lane->pulses[PULSE_COMMIT]) {
+            j->commit_asked = now();
+            if (journal_pending(j->journal) > 0 || j->commit_asked - j->committed >= COUNTERS_EVERY)
+                TRY(commit(j));
+        }
         if (w->rank == 0 && o->publish_every > 0 && now() - j->published >= o->publish_every) {
             heartbeat_stage(&j->watch.heart, WATCH_PUBLISH);
             TRY(results_publish(o->out, j->dir, NULL, "partial"));
@@ -631,27 +639,32 @@ static status finish(job *j)
     status st = OK;
     world *w = j->w;
     heartbeat_stage(&j->watch.heart, WATCH_PUBLISH);
-    TRY(w->agree(w, OK)); /* every rank has committed its last rows */
+    int64_t mine[] = {j->recorded, j->failed}, recorded = 0, failed = 0, (*all)[2] = calloc((size_t)w->size, sizeof *all);
+    TRY(w->agree(w, all ? OK : status_fail(FAILED, __FILE__, __LINE__, "out of memory")));
+    TRY(w->gather(w, all, mine, sizeof mine)); /* so every rank has committed its last rows before they are published */
+    for (int r = 0; r < w->size && w->rank == 0; r++) {
+        recorded += all[r][0];
+        failed += all[r][1];
+    }
     if (w->rank == 0) {
+        j->stopped = j->stopped && recorded + j->done.done + j->done.failed < j->total;
+        if (j->progress && !j->stopped)
+            st = progress_show(j->progress, j->total - j->done.done - j->done.failed, pulse_sum(j, PULSE_TOKENS),
+                               now() - j->started);
         progress_close(j->progress);
         j->progress = NULL;
-        st = results_publish(j->o->out, j->dir, NULL, j->stopped ? "interrupted" : "complete");
+        if (st == OK)
+            st = results_publish(j->o->out, j->dir, NULL, j->stopped ? "interrupted" : "complete");
         if (st == OK)
             st = progress_table(j->o->out, j->total);
     }
     fault_point("published");
     TRY(w->agree(w, st));
-    int64_t mine = j->failed, *all = calloc((size_t)w->size, sizeof *all), sum = 0;
-    if (!all)
-        FAIL(FAILED, "out of memory");
-    st = w->gather(w, all, &mine, sizeof mine);
-    for (int r = 0; r < w->size && w->rank == 0; r++)
-        sum += all[r];
-    free(all);
-    TRY(st);
-    TRY(w->bcast(w, &sum, sizeof sum, 0));
-    st = j->stopped ? STOPPED : sum + j->done.failed > 0 ? ROWS_FAILED : OK;
+    TRY(w->bcast(w, &failed, sizeof failed, 0));
+    TRY(w->bcast(w, &j->stopped, sizeof j->stopped, 0));
+    st = j->stopped ? STOPPED : failed + j->done.failed > 0 ? ROWS_FAILED : OK;
 out:
+    free(all);
     return st;
 }
 

@@ -10,7 +10,8 @@ enum {
     PULSE_BUSY,   /* sequences in flight, and rows waiting for a slot */
     PULSE_WANT,   /* rows it could take */
     PULSE_STOP,   /* 1: it was asked to stop */
-    PULSE_DONE,   /* rows it has recorded in this session, done or failed */
+    PULSE_COMMIT, /* rank 0 alone, 1: all commit behind this forward, so that they wait for their disks together */
+    PULSE_DONE,   /* rows it has made durable in this session, done or failed */
     PULSE_TOKENS, /* tokens it has generated in this session, modulo 2^31 */
     PULSE_STEPS   /* forwards it has been through */
 };

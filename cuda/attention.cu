@@ -229,7 +229,7 @@ static __device__ __forceinline__ void attend_out(const attend_op &op, const att
         uint32_t at = room + (uint32_t)(i / 16) * 2 * HALF +
                       (uint32_t)(row * TILE_ROW + ((chunk ^ (row & 7)) << 4) + lane % 4 * 4);
         uint32_t v = pair(o[4 * (i / 2) + 2 * (i % 2)] * scale[i % 2], o[4 * (i / 2) + 2 * (i % 2) + 1] * scale[i % 2]);
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+        shared_store4(at, v);
     }
     meet(1 + side, 128);
     for (int i = 0; i < 8; i++) { /* 64 rows of two halves of eight chunks */

@@ -367,7 +367,6 @@ static void close_cuda(backend *b)
     if (!b)
         return;
     cuda *c = cuda_of(b);
-    cuda_dense_close(c);
     if (c->lt)
         cublasLtDestroy(c->lt);
     for (int i = 0; c->marks && i < c->marks->made; i++)

@@ -269,8 +269,3 @@ extern "C" status cuda_matmul(backend *b, tensor *y, const tensor *x, const tens
         plain_kernel<float><<<grid, dim3(PLAIN, PLAIN), 0, c->stream>>>(*y, *x, *w);
     return CUDA_LAUNCHED("product");
 }
-
-extern "C" void cuda_dense_close(cuda *c)
-{
-    (void)c;
-}

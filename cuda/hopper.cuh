@@ -42,19 +42,24 @@ static __device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t byte
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
-/* Waits for the phase of this parity to complete. A wait that outlasts any real one (seconds) is a broken pipeline: the
- * kernel stops, and the error names it, instead of hanging the job. */
+/* Waits for the phase of this parity to complete. A wait of half a minute is a broken pipeline: the kernel stops, and the
+ * error names it, instead of hanging the job. */
 static __device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity)
 {
-    uint32_t done = 0;
-    for (uint32_t tries = 0; !done; tries++) {
+    int64_t since = 0;
+    for (;;) {
+        uint32_t done;
         asm volatile("{\n.reg .pred p;\n"
                      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
                      "selp.u32 %0, 1, 0, p;\n}"
                      : "=r"(done)
                      : "r"(at), "r"(parity)
                      : "memory");
-        if (tries > 1u << 24)
+        if (done)
+            return;
+        if (since == 0)
+            since = clock64();
+        else if (clock64() - since > 1ll << 36)
             __trap();
     }
 }
@@ -322,6 +327,11 @@ static __device__ __forceinline__ void store_across(uint32_t at, uint32_t v0, ui
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v0), "r"(v1),
                  "r"(v2), "r"(v3)
                  : "memory");
+}
+
+static __device__ __forceinline__ void shared_store4(uint32_t at, uint32_t v)
+{
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
 
 static __device__ __forceinline__ uint4 shared_load16(uint32_t at)

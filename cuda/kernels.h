@@ -33,16 +33,14 @@ typedef struct cuda_buffer {
 
 typedef struct cuda_staging cuda_staging; /* upload: pinned halves and their twins on the device (backend_cuda.c) */
 typedef struct cuda_marks cuda_marks;     /* mark and laps: recorded events (backend_cuda.c) */
-typedef struct cuda_dense cuda_dense;     /* what the dense products keep: one pinned algorithm a weight (dense.cu) */
 
 typedef struct cuda {
     int device, sm_count;
     size_t shared_most;       /* bytes of shared memory a block may opt in to */
     cudaStream_t stream;
     bool capturing;           /* what is enqueued now becomes a graph */
-    cublasLtHandle_t lt;
+    cublasLtHandle_t lt;      /* what ceilings.c measures with; the ops' own products are in gemm.cuh */
     void *workspace;          /* of cuBLASLt: CUDA_WORKSPACE_BYTES on the device */
-    cuda_dense *dense;        /* NULL until the first product; cuda_dense_close frees it */
     cuda_buffer scratch;      /* of one op at a time; see cuda_scratch */
     cuda_buffer angles;       /* rotary: F32 [positions, rotary_dim], cos then sin of rotary_dim / 2 angles */
     int32_t angle_count, angle_dim;
@@ -110,7 +108,6 @@ status cuda_support(backend *b, plans *p, int layer, const tensor *z, const tens
                     const route_rule *r, const atlas_rule *a, const block_rule *k);
 /* dense.cu. x BF16; w BF16 (y BF16 or F32), or F32 (the router; y F32, products and sums of fp32 accuracy). */
 status cuda_matmul(backend *b, tensor *y, const tensor *x, const tensor *w);
-void cuda_dense_close(cuda *c); /* accepts none open */
 /* experts.cu. A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the lane
  * of one rank hands the sums on without touching them; otherwise it is not written. */
 status cuda_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights, const expert_set *e);

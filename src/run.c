@@ -27,6 +27,7 @@ typedef struct job {
     feed_rule feed_rule;
     feed *feed;
     bool fed;              /* the input is exhausted */
+    bool over;             /* earlier sessions have done all rows */
     json_t *run_json;
     char dir[4096];        /* FILE.h5.d */
     int lock;
@@ -120,9 +121,11 @@ static status take_over(job *j)
     if (j->o->resume == RESUME_CHANGED || change.prompts)
         TRY(resume_keep(&rows, &j->done, &j->feed_rule));
     if (j->o->resume != RESUME_CHANGED && (change.answers || change.prompts))
-        FAIL(BAD_INPUT, "%s was made otherwise: %s%s%s; take what it was made with, or --resume=changed, or another --out",
-             j->o->out, change.text, *rows.first ? "; the first other prompt is " : "", rows.first);
+        FAIL(BAD_INPUT,
+             "%s was made otherwise: %s%s%s; take what it was made with, or --resume=changed, or another --out", j->o->out,
+             change.text, *rows.first ? "; the first other prompt is " : "", rows.first);
     bool all = j->o->resume != RESUME_CHANGED || (rows.all && !change.answers);
+    j->over = all && j->done.done + j->done.failed == j->total;
     TRY(results_keep(j->dir, j->session, all ? NULL : rows.kept, change.answers ? 0 : rows.count));
     TRY(results_drop(&j->done, j->dir, j->session));
 out:
@@ -183,6 +186,10 @@ static status open_job(job *j, const char *command_line)
     }
     TRY(w->agree(w, st));
     TRY(w->bcast(w, &j->session, sizeof j->session, 0));
+    TRY(w->bcast(w, &j->over, sizeof j->over, 0));
+    TRY(w->bcast(w, &j->done.failed, sizeof j->done.failed, 0));
+    if (j->over)
+        return OK;
     j->stage.heart = &j->watch.heart;
     TRY(w->agree(w, watch_open(&j->watch, j->dir)));
     fault_point("load");
@@ -634,12 +641,20 @@ out:
 
 /* ---- the end */
 
+/* Does the file hold all that the journals do? Then it stays as it is, with its scores. */
+static bool published(const char *out)
+{
+    results_standing s;
+    return results_status(&s, out) == OK && s.current && strcmp(s.state, "complete") == 0;
+}
+
 static status finish(job *j)
 {
     status st = OK;
     world *w = j->w;
     heartbeat_stage(&j->watch.heart, WATCH_PUBLISH);
-    int64_t mine[] = {j->recorded, j->failed}, recorded = 0, failed = 0, (*all)[2] = calloc((size_t)w->size, sizeof *all);
+    int64_t mine[] = {j->recorded, j->failed}, recorded = 0, failed = 0;
+    int64_t(*all)[2] = calloc((size_t)w->size, sizeof *all);
     TRY(w->agree(w, all ? OK : status_fail(FAILED, __FILE__, __LINE__, "out of memory")));
     TRY(w->gather(w, all, mine, sizeof mine)); /* so every rank has committed its last rows before they are published */
     for (int r = 0; r < w->size && w->rank == 0; r++) {
@@ -653,7 +668,7 @@ static status finish(job *j)
                                now() - j->started);
         progress_close(j->progress);
         j->progress = NULL;
-        if (st == OK)
+        if (st == OK && !(j->over && published(j->o->out)))
             st = results_publish(j->o->out, j->dir, NULL, j->stopped ? "interrupted" : "complete");
         if (st == OK)
             st = progress_table(j->o->out, j->total);
@@ -702,9 +717,11 @@ status run(const options *o, world *w, const char *command_line, bool *together)
     TRY(open_job(&j, command_line));
     if (o->dry_run)
         goto out;
-    *together = false;
-    TRY(decode(&j));
-    *together = true;
+    if (!j.over) {
+        *together = false;
+        TRY(decode(&j));
+        *together = true;
+    }
     TRY(finish(&j));
 out:
     close_job(&j);

@@ -27,8 +27,9 @@ void watch_alarm(watch *h, world *w, double seconds, double more)
     h->seconds = seconds;
     if (seconds <= 0)
         return;
-    snprintf(alarm_text, sizeof alarm_text, "rank %d/%d: waited %g s for the other ranks, before the run or behind it (--timeout)\n",
-             w->rank, w->size, seconds + more);
+    snprintf(alarm_text, sizeof alarm_text,
+             "rank %d/%d: waited %g s for the other ranks, before the run or behind it (--timeout)\n", w->rank, w->size,
+             seconds + more);
     sigaction(SIGALRM, &a, NULL);
     alarm((unsigned)(seconds + more) + 1);
 }

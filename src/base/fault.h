@@ -1,5 +1,5 @@
-/* Faults on purpose, for the tests of jobs that survive. Only the test program `epoch_faults` has them; elsewhere the
- * points are nothing.
+/* Faults on purpose, for the tests of jobs that survive. Only the test program `epoch_faults` has them; elsewhere
+ * the points are nothing.
  *
  *   EPOCH_FAULT=POINT:RANK:SIGNAL[:COUNT]  the process of RANK (of every rank: *) sends itself SIGNAL, or mpirun -SIGNAL,
  *                                          when it passes POINT for the COUNT-th time (1)

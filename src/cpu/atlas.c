@@ -242,8 +242,8 @@ status cpu_support(backend *b, plans *p, int layer, const tensor *z, const tenso
                       .kept = kept,
                       .first = first,
                       .all = {n, width, r->top_k, id, score, floors, floors + fresh_count}};
-    cpu_parallel(self, (double)n * r->experts * 40, n, 1, find_candidates, &t);
-    cpu_parallel(self, (double)n * width * 40, p->cohort_count, 1, update_cohorts, &t);
+    cpu_parallel(self, (double)n * r->experts * 6, n, find_candidates, &t);
+    cpu_parallel(self, (double)n * width * 4, p->cohort_count, update_cohorts, &t);
 out:
     return st;
 }

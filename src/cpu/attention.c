@@ -135,7 +135,8 @@ status cpu_attend(backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, i
     assert(y->type == F32 && qkv->type == F32 && kv->k.type == F32 && kv->k.ld == kv->v.ld);
     assert(y->cols == r->heads * r->head_dim && r->heads % r->kv_heads == 0);
     TRY(cpu_scratch(c, 0, room_floats(r) * sizeof(float)));
-    cpu_parallel(c, INFINITY, spans * r->kv_heads, 1, span_heads, &a);
+    double work = (double)spans * r->block_size * r->block_size * y->cols * 0.1; /* of one page each, at least */
+    cpu_parallel(c, work, spans * r->kv_heads, span_heads, &a);
 out:
     return st;
 }

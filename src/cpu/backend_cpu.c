@@ -95,6 +95,9 @@ out:
     return st;
 }
 
+/* The shortest run of tasks: taking one costs some hundredths of it, waking a sleeping thread about all of it. */
+static const double SHARE_NS = 4000;
+
 status cpu_scratch(cpu *c, size_t shared, size_t own)
 {
     status st = OK;
@@ -110,12 +113,11 @@ void *cpu_own(const cpu *c, int thread)
     return c->own[thread].data;
 }
 
-void cpu_parallel(cpu *c, double work, int64_t count, int64_t run, cpu_task *task, void *arg)
+void cpu_parallel(cpu *c, double work, int64_t count, cpu_task *task, void *arg)
 {
-    int64_t fair = count / (4 * (int64_t)c->threads); /* short enough that threads end together */
-    if (work < 65536)
-        run = count; /* some 2 us of arithmetic: what it costs to share them */
-    cpu_pool_run(c->pool, count, run > fair ? run : fair, task, arg);
+    double share = work / SHARE_NS; /* runs worth the taking */
+    int64_t run = share < 2 ? count : share < (double)count ? (int64_t)((double)count / share) : 1;
+    cpu_pool_run(c->pool, count, run, task, arg);
 }
 
 /* ---- memory and time */
@@ -180,7 +182,7 @@ static status upload(backend *b, const tensor *dst, const void *src, dtype from)
     bool same = from == dst->type;
     assert(same || (from <= F16 && dst->type <= F16));
     TRY(cpu_scratch(c, 0, same ? 0 : (size_t)dst->cols * sizeof(float)));
-    cpu_parallel(c, (double)dst->rows * (double)dst->cols, dst->rows, 1, upload_rows, &(upload_task){c, dst, src, from});
+    cpu_parallel(c, (double)dst->rows * (double)dst->cols * 0.3, dst->rows, upload_rows, &(upload_task){c, dst, src, from});
 out:
     return st;
 }

@@ -51,9 +51,9 @@ static inline float *cpu_row(const tensor *t, int64_t row)
 status cpu_scratch(cpu *c, size_t shared, size_t own);
 /* That of a task's thread. */
 void *cpu_own(const cpu *c, int thread);
-/* Does the tasks [0, count) on this rank's threads, at least `run` of them one after the other on one thread; as a plain
- * call where `work`, their multiplications or the like, is not worth waking anybody. */
-void cpu_parallel(cpu *c, double work, int64_t count, int64_t run, cpu_task *task, void *arg);
+/* Does the tasks [0, count) on this rank's threads. work: of all tasks, in nanoseconds of one thread, roughly; a plain
+ * call where it is not worth sharing. */
+void cpu_parallel(cpu *c, double work, int64_t count, cpu_task *task, void *arg);
 
 /* y[0..n) = x[0..n) as fp32; x is F32, BF16 or F16. */
 void cpu_widen(float *y, const void *x, dtype type, int64_t n);

@@ -83,11 +83,12 @@ typedef struct matmul_task {
     const cpu *c;
     tensor *y;
     const tensor *x, *w;
-    int64_t rows, tiles;
+    int64_t rows, part; /* part: tiles of a thread's rows */
+    int64_t panels;
     int panel;
 } matmul_task;
 
-/* Tasks in panel order, so that a thread widens a panel once for a run of tiles. */
+/* Tasks: tile by tile of a panel, panel by panel of a part, part by part. A part may lack its last tiles. */
 static void matmul_tiles(void *arg, int64_t from, int64_t to, int thread)
 {
     const matmul_task *m = arg;
@@ -96,14 +97,24 @@ static void matmul_tiles(void *arg, int64_t from, int64_t to, int thread)
     float *room = cpu_own(m->c, thread), *padded = room + cpu_panel_floats(w, m->panel);
     const float *wide = NULL;
     for (int64_t t = from; t < to; t++) {
-        int64_t p = t / m->tiles, row = t % m->tiles * DENSE_TILE, out = p * m->panel;
+        int64_t p = t / m->part % m->panels, out = p * m->panel;
+        int64_t row = (t / (m->part * m->panels) * m->part + t % m->part) * DENSE_TILE;
         int width = w->rows - out < m->panel ? (int)(w->rows - out) : m->panel;
+        int rows = m->rows - row < DENSE_TILE ? (int)(m->rows - row) : DENSE_TILE;
+        if (rows <= 0)
+            continue;
         if (p != held)
             wide = cpu_panel_of(w, out, width, room, &ldw);
         held = p;
-        int rows = m->rows - row < DENSE_TILE ? (int)(m->rows - row) : DENSE_TILE;
         tile(m->y, m->x, row, rows, out, width, wide, ldw, padded);
     }
+}
+
+/* Whole panels of a part, so that each is widened once for its rows. */
+static void matmul_panels(void *arg, int64_t from, int64_t to, int thread)
+{
+    const matmul_task *m = arg;
+    matmul_tiles(arg, from * m->part, to * m->part, thread);
 }
 
 status cpu_matmul(backend *b, tensor *y, const tensor *x, const tensor *w)
@@ -113,10 +124,16 @@ status cpu_matmul(backend *b, tensor *y, const tensor *x, const tensor *w)
     int64_t n = cpu_used(x), outs = w->rows, tiles = (n + DENSE_TILE - 1) / DENSE_TILE;
     assert(x->type == F32 && y->type == F32 && x->cols == w->cols && y->cols == outs && y->rows >= n);
     int panel = cpu_panel(DENSE_TILE, w->cols);
-    matmul_task m = {c, y, x, w, n, tiles, panel};
+    /* Rows stay with the thread that made them, in its core's cache, unless there are too few to read a weight for. */
+    int64_t parts = tiles >= 4 * c->threads ? c->threads : 1, panels = (outs + panel - 1) / panel;
+    matmul_task m = {c, y, x, w, n, (tiles + parts - 1) / parts, panels, panel};
     size_t padded = (size_t)DENSE_TILE * (size_t)(w->cols + panel);
+    double work = (double)n * (double)outs * (double)w->cols * 0.02;
     TRY(cpu_scratch(c, 0, (cpu_panel_floats(w, panel) + padded) * sizeof(float)));
-    cpu_parallel(c, (double)n * (double)outs * (double)w->cols, tiles * ((outs + panel - 1) / panel), 1, matmul_tiles, &m);
+    if (w->type == F32)
+        cpu_parallel(c, work, parts * panels * m.part, matmul_tiles, &m);
+    else
+        cpu_parallel(c, work, parts * panels, matmul_panels, &m);
 out:
     return st;
 }

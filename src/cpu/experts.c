@@ -176,8 +176,8 @@ status cpu_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, co
     c->expert_tiles += w.start[e->count] / EXPERT_TILE;
     experts_task t = {c, &w, y, x, ids, weights, e};
     double work = (double)w.start[e->count] * (double)x->cols;
-    cpu_parallel(c, work * e->inner * 3, w.task_start[e->count], 1, expert_runs, &t);
-    cpu_parallel(c, work, tokens, 1, sum_tokens, &t);
+    cpu_parallel(c, work * e->inner * 3 * 0.02, w.task_start[e->count], expert_runs, &t);
+    cpu_parallel(c, work * 0.1, tokens, sum_tokens, &t);
 out:
     return st;
 }

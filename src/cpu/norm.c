@@ -32,7 +32,7 @@ status cpu_norm(backend *b, tensor *y, const tensor *x, const tensor *w, float e
 {
     int64_t n = cpu_used(x);
     assert(x->type == F32 && y->type == F32 && w->type == F32 && w->cols == x->cols && y->rows >= n);
-    cpu_parallel(cpu_of(b), (double)n * (double)x->cols, n, 1, norm_rows, &(norm_task){y, x, w, eps});
+    cpu_parallel(cpu_of(b), (double)n * (double)x->cols * 0.2, n, norm_rows, &(norm_task){y, x, w, eps});
     return OK;
 }
 
@@ -126,7 +126,7 @@ status cpu_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, const tensor 
         t.k_norm = k_norm->data;
     }
     TRY(angles(c, s->max_blocks * r->block_size, r));
-    cpu_parallel(c, (double)n * (double)qkv->cols, n, 1, rotate_rows, &t);
+    cpu_parallel(c, (double)n * (double)qkv->cols * 0.5, n, rotate_rows, &t);
 out:
     return st;
 }

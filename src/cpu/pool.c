@@ -21,16 +21,22 @@ enum { LOOK_OUT_NS = 10000 };
 #define OPEN 0x80000000u
 #define INSIDE 0x7fffffffu
 
+/* A thread's part of the job; each on a line of its own. */
+typedef struct part {
+    _Atomic int64_t next;
+    int64_t end;
+    char apart[48];
+} part;
+
 struct cpu_pool {
     int threads, started;
     pthread_t *worker;
     /* The job: written only while the gate is shut and nobody is inside. */
     cpu_task *task;
     void *arg;
-    int64_t count, run;
-    char apart[64]; /* what all threads write lies on lines of its own */
-    _Atomic int64_t next;
-    char next_apart[64];
+    int64_t run;
+    part *part; /* [threads] */
+    char apart[64];
     _Atomic uint64_t gate;
     char gate_apart[64];
     pthread_mutex_t lock;
@@ -54,14 +60,16 @@ static int64_t now_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Takes runs until there are none. */
+/* Takes runs until there are none: of its own part, then of the others'. */
 static void work(cpu_pool *p, int thread)
 {
-    for (;;) {
-        int64_t from = atomic_fetch_add_explicit(&p->next, p->run, memory_order_relaxed), to = from + p->run;
-        if (from >= p->count)
-            return;
-        p->task(p->arg, from, to < p->count ? to : p->count, thread);
+    for (int i = 0; i < p->threads; i++) {
+        part *a = &p->part[(thread + i) % p->threads];
+        while (atomic_load_explicit(&a->next, memory_order_relaxed) < a->end) {
+            int64_t from = atomic_fetch_add_explicit(&a->next, p->run, memory_order_relaxed), to = from + p->run;
+            if (from < a->end)
+                p->task(p->arg, from, to < a->end ? to : a->end, thread);
+        }
     }
 }
 
@@ -154,9 +162,11 @@ void cpu_pool_run(cpu_pool *p, int64_t count, int64_t run, cpu_task *task, void 
     }
     p->task = task;
     p->arg = arg;
-    p->count = count;
     p->run = run;
-    atomic_store_explicit(&p->next, 0, memory_order_relaxed);
+    for (int i = 0; i < p->threads; i++) {
+        atomic_store_explicit(&p->part[i].next, count * i / p->threads, memory_order_relaxed);
+        p->part[i].end = count * (i + 1) / p->threads;
+    }
     atomic_store(&p->gate, (uint64_t)((uint32_t)(atomic_load(&p->gate) >> 32) + 1) << 32 | OPEN);
     int64_t wake = (count - 1) / run, sleeping = atomic_load(&p->sleeping);
     wake = sleeping < wake ? sleeping : wake;
@@ -213,7 +223,8 @@ status cpu_pool_open(cpu_pool **out, int threads)
     pthread_cond_init(&p->left, NULL);
     p->threads = threads;
     p->worker = calloc((size_t)threads, sizeof *p->worker);
-    if (!p->worker)
+    p->part = aligned_alloc(sizeof *p->part, (size_t)threads * sizeof *p->part);
+    if (!p->worker || !p->part)
         FAIL(FAILED, "out of memory");
     TRY(start(p));
     *out = p;
@@ -237,5 +248,6 @@ void cpu_pool_close(cpu_pool *p)
     pthread_cond_destroy(&p->opened);
     pthread_mutex_destroy(&p->lock);
     free(p->worker);
+    free(p->part);
     free(p);
 }

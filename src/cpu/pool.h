@@ -17,9 +17,10 @@ typedef void cpu_task(void *arg, int64_t from, int64_t to, int thread);
 status cpu_pool_open(cpu_pool **out, int threads);
 void cpu_pool_close(cpu_pool *p);
 
-/* Does the tasks [0, count) in runs of `run`, each on the thread that comes first, and returns when all are done. What
- * was written before the call is seen by the tasks, and what they write after it. One thread, or one run: a plain call.
- * Only one thread may call, and no task. */
+/* Does the tasks [0, count) in runs of `run` and returns when all are done. Thread i begins with the i-th part of them,
+ * as long as the others, so that calls of the same count find rows where the last one left them, in that core's cache;
+ * then it helps the others with theirs. What was written before the call is seen by the tasks, and what they write after
+ * it. One thread, or one run: a plain call. Only one thread may call, and no task. */
 void cpu_pool_run(cpu_pool *p, int64_t count, int64_t run, cpu_task *task, void *arg);
 
 /* The cores that this process may run on (its affinity), at least 1. */

@@ -205,7 +205,7 @@ status cpu_route(backend *b, tensor *ids, tensor *weights, const tensor *z, cons
     assert(z->type == F32 && bias->type == F32 && weights->type == F32 && ids->type == I32);
     assert(z->cols == r->experts && ids->cols == r->top_k && r->experts <= SUM_TREE_EXPERTS);
     assert(p->log.ld == (int64_t)sizeof(layer_log));
-    cpu_parallel(cpu_of(b), (double)n * r->experts * (8 + r->top_k), n, 1, route_rows, &t);
+    cpu_parallel(cpu_of(b), (double)n * r->experts * 6, n, route_rows, &t);
     log_rows(ids, p, layer, in, s, r, k);
     return OK;
 }

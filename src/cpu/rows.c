@@ -26,7 +26,7 @@ status cpu_embed(backend *b, tensor *y, const tensor *table, const tensor *ids)
 {
     int64_t n = cpu_used(ids);
     assert(y->type == F32 && y->cols == table->cols && y->rows >= n);
-    cpu_parallel(cpu_of(b), (double)n * (double)y->cols, n, 1, embed_rows, &(rows_task){y, table, ids});
+    cpu_parallel(cpu_of(b), (double)n * (double)y->cols * 0.1, n, embed_rows, &(rows_task){y, table, ids});
     return OK;
 }
 
@@ -47,7 +47,7 @@ status cpu_add(backend *b, tensor *y, const tensor *x)
     int64_t n = cpu_used(x), used = cpu_used(y);
     n = used < n ? used : n;
     assert(y->type == F32 && x->type == F32 && y->cols == x->cols);
-    cpu_parallel(cpu_of(b), (double)n * (double)y->cols, n, 1, add_rows, &(rows_task){.y = y, .x = x});
+    cpu_parallel(cpu_of(b), (double)n * (double)y->cols * 0.1, n, add_rows, &(rows_task){.y = y, .x = x});
     return OK;
 }
 
@@ -63,7 +63,7 @@ status cpu_swiglu(backend *b, tensor *y, const tensor *gate_up)
 {
     int64_t n = cpu_used(gate_up);
     assert(y->type == F32 && gate_up->type == F32 && gate_up->cols == 2 * y->cols && y->rows >= n);
-    cpu_parallel(cpu_of(b), (double)n * (double)y->cols * 4, n, 1, swiglu_rows, &(rows_task){.y = y, .x = gate_up});
+    cpu_parallel(cpu_of(b), (double)n * (double)y->cols * 0.5, n, swiglu_rows, &(rows_task){.y = y, .x = gate_up});
     return OK;
 }
 
@@ -81,7 +81,7 @@ status cpu_pack(backend *b, tensor *packed, const tensor *full, const tensor *ro
 {
     int64_t n = cpu_used(rows);
     assert(packed->type == F32 && full->type == F32 && packed->cols == full->cols && packed->rows >= n);
-    cpu_parallel(cpu_of(b), (double)n * (double)full->cols, n, 1, pack_rows, &(rows_task){packed, full, rows});
+    cpu_parallel(cpu_of(b), (double)n * (double)full->cols * 0.1, n, pack_rows, &(rows_task){packed, full, rows});
     return OK;
 }
 
@@ -137,7 +137,7 @@ status cpu_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int
     for (int64_t i = 0; i < fresh; i++)
         at[row[i]] = (int32_t)i;
     merge_task t = {y, packed, cache, layer, in, s, k, at};
-    cpu_parallel(c, (double)n * (double)y->cols, n, 1, merge_rows, &t);
+    cpu_parallel(c, (double)n * (double)y->cols * 0.1, n, merge_rows, &t);
 out:
     return st;
 }

@@ -115,7 +115,7 @@ status cpu_head(backend *b, tensor *best, const tensor *h, const tensor *w, int3
                     ((size_t)DENSE_TILE * (size_t)(w->cols + panel) + cpu_panel_floats(w, panel)) * sizeof(float)));
     partial *found = c->shared.data;
     head_task a = {c, found, n, tasks, step, h, w, panel, mask_id};
-    cpu_parallel(c, (double)n * (double)vocab * (double)w->cols, tasks, 1, parts, &a);
+    cpu_parallel(c, (double)n * (double)vocab * (double)w->cols * 0.02, tasks, parts, &a);
     for (int64_t i = 0; i < n; i++) {
         partial p = found[i * tasks];
         for (int64_t t = 1; t < tasks; t++)

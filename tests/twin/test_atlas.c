@@ -300,7 +300,7 @@ static void test_coverage(void **state)
         int words = (int)t.p.support.cols - 1, under = 0;
         for (int e = 0; e < p.route.experts; e++)
             if ((s[e] = uniform() < 0.8f))
-                t.support[e >> 5] |= 1 << (e & 31);
+                t.support[e >> 5] |= (int32_t)(1u << (e & 31));
         t.support[words] = 1;
         for (int i = 0; i < p.rows; i++)
             under += naive_covered(&p, i, s, true) < (double)p.floor[i] - 1e-6;

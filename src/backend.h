@@ -196,7 +196,7 @@ typedef struct backend {
     /* the MoE layer; `layer` counts sparse layers from 0 */
     status (*pack)(struct backend *b, tensor *packed, const tensor *full, const tensor *rows); /* packed[i] = full[rows[i]] */
     /* From the router logits z F32 [fresh, E] of the packed fresh rows: tests each cohort's support, builds or rebuilds it
-     * where the path or the test asks for it (DESIGN: Expert Atlas). bias F32 [1, E]. Does nothing unless
+     * where the path or the test asks for it (README.md: Expert Atlas). bias F32 [1, E]. Does nothing unless
      * block_rule.restrict_experts. */
     status (*support)(struct backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in,
                       const slots *s, const route_rule *r, const atlas_rule *a, const block_rule *k);

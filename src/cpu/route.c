@@ -1,5 +1,5 @@
 /* The router: sigmoid scores, a bias that only chooses, group-limited top-k, over all experts or over a support
- * (DESIGN section 3, "Masked routing"). Ties go to the lower id everywhere. */
+ * (README.md, "Expert Atlas"). Ties go to the lower id everywhere. */
 #include "src/cpu/cpu.h"
 #include "src/cpu/lanes.h"
 #include "src/cpu/plans.h"

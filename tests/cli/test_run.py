@@ -68,9 +68,14 @@ def test_help():
     same(stdout.count("usage:"), 1)
     for line in stdout.splitlines():
         assert len(line) <= 160, line
+    readme = (cli.ROOT / "README.md").read_text()
+    assert "".join(f"    {line}".rstrip() + "\n" for line in stdout.splitlines()) in readme, "README.md has another help text"
     rc, stdout, stderr = epoch("--help", ranks=1)
     same((rc, stderr), (0, ""))
     holds(stdout, "epoch run --help")
+    for line in stdout.splitlines():
+        if line.startswith("  epoch "):
+            holds(readme, f"`epoch {line.split()[1]}")
 
 
 def test_no_command():

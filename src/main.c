@@ -11,6 +11,7 @@
 #include "src/stop.h"
 #include "src/world.h"
 
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,8 +30,17 @@ static const struct {
 };
 enum { COMMANDS = sizeof commands / sizeof *commands };
 
+/* Without MPI up, mpirun's variable tells: what concerns all processes is printed by one. */
+static bool speaks(void)
+{
+    const char *rank = getenv("OMPI_COMM_WORLD_RANK");
+    return !rank || strcmp(rank, "0") == 0;
+}
+
 static int usage(FILE *to)
 {
+    if (!speaks())
+        return to == stdout ? OK : BAD_INPUT;
     fprintf(to, "epoch %s: offline inference for block-diffusion mixture-of-experts models\n\n"
                 "  mpirun -np R epoch run --model DIR --data KIND:PATH --out FILE.h5 [options]\n",
             EPOCH_VERSION);
@@ -109,6 +119,7 @@ int main(int argc, char **argv)
         printf("epoch %s\n", EPOCH_VERSION);
         return OK;
     }
-    fprintf(stderr, "epoch: \"%s\" is not a command\n", argv[1]);
+    if (speaks())
+        fprintf(stderr, "epoch: \"%s\" is not a command\n", argv[1]);
     return usage(stderr);
 }

@@ -34,20 +34,21 @@ out:
 
 static void draw(const progress *p, int64_t rows, int64_t tokens, double seconds)
 {
-    int64_t done = p->before + rows;
-    double rate = seconds > 0 ? (double)rows / seconds : 0, left = rate > 0 ? (double)(p->total - done) / rate : 0;
+    long long done = (long long)(p->before + rows), total = (long long)p->total;
+    double per_second = seconds > 0 ? (double)tokens / seconds : 0;
+    char left[48] = ""; /* nothing can be said before the first row is done */
+    if (rows > 0)
+        snprintf(left, sizeof left, ", about %.0f s left", seconds / (double)rows * (double)(total - done));
     if (p->bar) {
         enum { WIDE = 30 };
         char bar[WIDE + 1];
-        int full = p->total > 0 ? (int)(WIDE * done / p->total) : WIDE;
+        int full = total > 0 ? (int)(WIDE * done / total) : WIDE;
         memset(bar, ' ', WIDE);
         memset(bar, '=', (size_t)(full < WIDE ? full : WIDE));
         bar[WIDE] = 0;
-        fprintf(stderr, "\r[%s] %lld/%lld rows  %.0f tokens/s  %.0f s, %.0f s left ", bar, (long long)done, (long long)p->total,
-                seconds > 0 ? (double)tokens / seconds : 0, seconds, left);
+        fprintf(stderr, "\r[%s] %lld/%lld rows  %.0f tokens/s  %.0f s%s ", bar, done, total, per_second, seconds, left);
     } else {
-        fprintf(stderr, "%lld/%lld rows, %.0f tokens/s, %.0f s, about %.0f s left\n", (long long)done, (long long)p->total,
-                seconds > 0 ? (double)tokens / seconds : 0, seconds, left);
+        fprintf(stderr, "%lld/%lld rows, %.0f tokens/s, %.0f s%s\n", done, total, per_second, seconds, left);
     }
     fflush(stderr);
 }

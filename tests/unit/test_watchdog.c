@@ -215,7 +215,7 @@ static void one_is_slow(heartbeat *h, int rank)
 {
     if (rank == 2)
         return;
-    for (int i = 0; i < 10 && rank == 1; i++) {
+    for (int i = 0; i < 20 && rank == 1; i++) { /* until rank 0 has left, however late it began */
         sleep_for(0.1);
         heartbeat_beat(h);
     }

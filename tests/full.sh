@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What takes too long for tests/run.sh. The log of the last run is kept in tests/full.log.
+# What takes too long for tests/run.sh. The log of each part's last run is kept in tests/full.log.
 #   bash tests/full.sh [PART ...]     of: table demo real kills   (default: all)
 # table  batch 1, 2, 7, 64 x ranks 1, 2, 3, 4, 7 over 64 prompts: identical token ids and iterations, dense and with all
 #        relaxations
@@ -76,12 +76,13 @@ kills() {
     verdict "kills" $?
 }
 
-{
-    echo "# $(date -u +%F), $(git describe --always --dirty), $(nproc) cores, $(sed -n 's/^model name[[:space:]]*: //p;T;q' /proc/cpuinfo)"
-    for part in $parts; do
-        $part
-    done
-    echo "$passed passed, $failed failed"
-    [ $failed -eq 0 ] && [ $passed -gt 0 ]
-} | tee tests/full.log
-exit "${PIPESTATUS[0]}"
+where="$(date -u +%F), $(git describe --always --dirty), $(nproc) cores, $(sed -n 's/^model name[[:space:]]*: //p;T;q' /proc/cpuinfo)"
+[ -f tests/full.log ] && awk -v parts=" $parts " '/^## / { drop = index(parts, " " $2 " ") } !drop' tests/full.log >"$work/log"
+for part in $parts; do
+    echo "## $part $where" | tee -a "$work/log"
+    $part >"$work/part" 2>&1
+    tee -a "$work/log" <"$work/part"
+    cp "$work/log" tests/full.log
+done
+echo "$passed passed, $failed failed"
+[ $failed -eq 0 ] && [ $passed -gt 0 ]

@@ -168,8 +168,7 @@ static void find_candidates(void *arg, int64_t from, int64_t to, int thread)
     for (int64_t t = from; t < to; t++) {
         int32_t *id = c->id + t * c->width;
         float *score = c->score + t * c->width, sum = 0;
-        int have = route_candidates((const float *)w->z->data + w->kept[t] * w->z->ld, w->bias->data, w->r, c->width, id,
-                                    score);
+        int have = route_candidates(cpu_row(w->z, w->kept[t]), w->bias->data, w->r, c->width, id, score);
         for (int j = 0; j < c->top_k && j < have; j++)
             sum += score[j];
         c->floor[t] = w->a->coverage * sum;

@@ -182,7 +182,8 @@ static status upload(backend *b, const tensor *dst, const void *src, dtype from)
     bool same = from == dst->type;
     assert(same || (from <= F16 && dst->type <= F16));
     TRY(cpu_scratch(c, 0, same ? 0 : (size_t)dst->cols * sizeof(float)));
-    cpu_parallel(c, (double)dst->rows * (double)dst->cols * 0.3, dst->rows, upload_rows, &(upload_task){c, dst, src, from});
+    upload_task t = {c, dst, src, from};
+    cpu_parallel(c, (double)dst->rows * (double)dst->cols * 0.3, dst->rows, upload_rows, &t);
 out:
     return st;
 }

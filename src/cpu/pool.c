@@ -98,7 +98,7 @@ static bool await(cpu_pool *p, uint32_t *seen)
         }
     } while (now_ns() < until);
     pthread_mutex_lock(&p->lock);
-    atomic_fetch_add(&p->sleeping, 1); /* before the gate is looked at again: cpu_pool_run does it the other way round */
+    atomic_fetch_add(&p->sleeping, 1); /* before it looks at the gate again: cpu_pool_run, the other way round */
     while (!(entered = enter(p, seen)) && !p->quit)
         pthread_cond_wait(&p->opened, &p->lock);
     atomic_fetch_sub(&p->sleeping, 1);

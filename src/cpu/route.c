@@ -56,8 +56,8 @@ static void limit_groups(universe *u, const route_rule *r)
             u->choice[e] = -INFINITY;
 }
 
-/* The n best of x[0..experts) into id[], descending, lower ids first among equals; how many there are above -inf. Number
- * and id become one integer, so that a round is one maximum without branches. */
+/* The n best of x[0..experts) into id[], descending, lower ids first among equals; how many there are above -inf.
+ * Number and id become one integer, so that a round is one maximum without branches. */
 static int choose(const float *x, int experts, int n, int32_t *id)
 {
     int64_t key[SUM_TREE_EXPERTS], last = INT64_MAX;

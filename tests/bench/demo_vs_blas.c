@@ -15,7 +15,7 @@
 #include <string.h>
 
 typedef struct product {
-    const float *w; /* [outs, inner]; NULL: attention over `outs` pages of `rows` queries below each other, width inner */
+    const float *w; /* [outs, inner]; NULL: attention over `outs` pages, `rows` queries below each other, width inner */
     int32_t rows, outs, inner;
 } product;
 
@@ -193,18 +193,24 @@ int main(int argc, char **argv)
         fprintf(stderr, "demo_vs_blas: %s\n", status_message());
         return st;
     }
-    figures mine = {noted.wall, noted.cpu, noted.blas_wall, noted.blas_cpu, noted.work, (int64_t)noted.count, noted.threads};
+    figures mine = {.wall = noted.wall,
+                    .cpu = noted.cpu,
+                    .blas_wall = noted.blas_wall,
+                    .blas_cpu = noted.blas_cpu,
+                    .work = noted.work,
+                    .products = (int64_t)noted.count,
+                    .threads = noted.threads};
     figures *all = calloc((size_t)w->size, sizeof *all);
     if (!all || w->gather(w, all, &mine, sizeof mine) != OK)
         return FAILED;
     if (w->rank == 0)
         printf("# decode loop, and its products alone as whole sgemm calls: seconds\n"
                "%5s %8s %9s %9s %10s %10s %9s %9s %8s %8s\n",
-               "rank", "threads", "wall", "cpu", "blas wall", "blas cpu", "products", "GFLOP/s", "wall/blas", "cpu/blas");
+               "rank", "threads", "wall", "cpu", "blas wall", "blas cpu", "products", "GFLOP/s", "w/blas", "c/blas");
     for (int r = 0; r < w->size && w->rank == 0; r++)
-        printf("%5d %8d %9.3f %9.3f %10.3f %10.3f %9lld %9.1f %8.2f %8.2f\n", r, all[r].threads, all[r].wall, all[r].cpu,
-               all[r].blas_wall, all[r].blas_cpu, (long long)all[r].products, 2e-9 * all[r].work / all[r].blas_cpu,
-               all[r].wall / all[r].blas_wall, all[r].cpu / all[r].blas_cpu);
+        printf("%5d %8d %9.3f %9.3f %10.3f %10.3f %9lld %9.1f %8.2f %8.2f\n", r, all[r].threads, all[r].wall,
+               all[r].cpu, all[r].blas_wall, all[r].blas_cpu, (long long)all[r].products,
+               2e-9 * all[r].work / all[r].blas_cpu, all[r].wall / all[r].blas_wall, all[r].cpu / all[r].blas_cpu);
     free(all);
     free(noted.list);
     w->close(w);

@@ -1,5 +1,5 @@
-/* The CUDA backend: one GPU, one stream. Memory, transfers, time and the replay of forwards are here; the ops are launchers
- * in the .cu files. */
+/* The CUDA backend: one GPU, one stream. Memory, transfers, time and the replay of forwards are here; the ops are
+ * launchers in the .cu files. */
 #include "cuda/kernels.h"
 
 #include <assert.h>
@@ -8,7 +8,9 @@
 
 status cuda_check(cudaError_t e, const char *what, const char *file, int line)
 {
-    return e == cudaSuccess ? OK : status_fail(FAILED, file, line, "%s: %s (%s)", what, cudaGetErrorString(e), cudaGetErrorName(e));
+    return e == cudaSuccess
+               ? OK
+               : status_fail(FAILED, file, line, "%s: %s (%s)", what, cudaGetErrorString(e), cudaGetErrorName(e));
 }
 
 /* ---- memory */
@@ -147,7 +149,8 @@ static status upload(backend *b, const tensor *dst, const void *src, dtype from)
             CUDA_TRY(cudaMemcpy2DAsync(to, pitch, pinned, width, width, (size_t)n, cudaMemcpyHostToDevice, c->stream));
         } else {
             tensor part = tensor_rows(dst, row, n);
-            CUDA_TRY(cudaMemcpyAsync(c->staging->device + at, pinned, (size_t)n * width, cudaMemcpyHostToDevice, c->stream));
+            CUDA_TRY(
+                cudaMemcpyAsync(c->staging->device + at, pinned, (size_t)n * width, cudaMemcpyHostToDevice, c->stream));
             TRY(cuda_convert(c, &part, c->staging->device + at, from));
         }
     }
@@ -161,7 +164,8 @@ static status download(backend *b, void *dst, const tensor *src)
     cuda *c = cuda_of(b);
     size_t width = (size_t)src->cols * dtype_bytes(src->type), pitch = (size_t)src->ld * dtype_bytes(src->type);
     if (src->rows > 0 && width > 0)
-        CUDA_TRY(cudaMemcpy2DAsync(dst, width, src->data, pitch, width, (size_t)src->rows, cudaMemcpyDeviceToHost, c->stream));
+        CUDA_TRY(cudaMemcpy2DAsync(dst, width, src->data, pitch, width, (size_t)src->rows, cudaMemcpyDeviceToHost,
+                                   c->stream));
     CUDA_TRY(cudaStreamSynchronize(c->stream));
 out:
     return st;
@@ -179,8 +183,8 @@ out:
 
 enum { MARKS_MOST = 4096, RECORD_MARKS = 4096, TIMED_EVERY = 32 };
 
-/* A call recorded as two graphs: bare, and with an event at each mark. One replay in TIMED_EVERY is the timed one; how its
- * time falls to the phases is taken for the others too, whose whole time alone is measured. */
+/* A call recorded as two graphs: bare, and with an event at each mark. One replay in TIMED_EVERY is the timed one; how
+ * its time falls to the phases is taken for the others too, whose whole time alone is measured. */
 typedef struct cuda_record {
     int64_t calls;
     cudaGraphExec_t plain, timed;
@@ -433,13 +437,16 @@ static status no_device(cudaError_t e)
     cudaDriverGetVersion(&driver);
     cudaRuntimeGetVersion(&runtime);
     if (driver == 0)
-        return status_fail(BAD_INPUT, __FILE__, __LINE__, "--device cuda: no NVIDIA driver is installed here; --device cpu runs without");
-    if (e == cudaErrorInsufficientDriver)
         return status_fail(BAD_INPUT, __FILE__, __LINE__,
-                           "--device cuda: the driver is too old: it knows CUDA %d.%d, the program was built with %d.%d; "
-                           "install a newer driver, or build with an older toolkit",
-                           driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
-    return status_fail(BAD_INPUT, __FILE__, __LINE__, "--device cuda: no GPU is visible (CUDA_VISIBLE_DEVICES is %s): %s",
+                           "--device cuda: no NVIDIA driver is installed here; --device cpu runs without");
+    if (e == cudaErrorInsufficientDriver)
+        return status_fail(
+            BAD_INPUT, __FILE__, __LINE__,
+            "--device cuda: the driver is too old: it knows CUDA %d.%d, the program was built with %d.%d; "
+            "install a newer driver, or build with an older toolkit",
+            driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    return status_fail(BAD_INPUT, __FILE__, __LINE__,
+                       "--device cuda: no GPU is visible (CUDA_VISIBLE_DEVICES is %s): %s",
                        visible ? visible : "not set", cudaGetErrorString(e));
 }
 

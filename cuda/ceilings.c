@@ -1,4 +1,5 @@
-/* What this GPU can do at most, measured: copying on the device, and a large BF16 product of cuBLASLt on random data. */
+/* What this GPU can do at most, measured: copying on the device, and a large BF16 product of cuBLASLt on random data.
+ */
 #include "cuda/kernels.h"
 
 enum { SIDE = 8192, TIMES = 10 };
@@ -6,7 +7,8 @@ static const size_t COPY_BYTES = (size_t)1 << 30;
 
 static status check(cublasStatus_t e, const char *what, int line)
 {
-    return e == CUBLAS_STATUS_SUCCESS ? OK : status_fail(FAILED, __FILE__, line, "%s: %s", what, cublasLtGetStatusString(e));
+    return e == CUBLAS_STATUS_SUCCESS ? OK
+                                      : status_fail(FAILED, __FILE__, line, "%s: %s", what, cublasLtGetStatusString(e));
 }
 #define LT_TRY(call) TRY(check((call), #call, __LINE__))
 
@@ -39,8 +41,8 @@ out:
 static status copy(cuda *c, void *of)
 {
     char *room = of;
-    return cuda_check(cudaMemcpyAsync(room, room + COPY_BYTES, COPY_BYTES, cudaMemcpyDeviceToDevice, c->stream), "copy", __FILE__,
-                      __LINE__);
+    return cuda_check(cudaMemcpyAsync(room, room + COPY_BYTES, COPY_BYTES, cudaMemcpyDeviceToDevice, c->stream), "copy",
+                      __FILE__, __LINE__);
 }
 
 typedef struct product {
@@ -56,9 +58,9 @@ static status multiply(cuda *c, void *of)
     product *p = of;
     const float one = 1, zero = 0;
     const size_t each = (size_t)SIDE * SIDE * 2;
-    return check(cublasLtMatmul(c->lt, p->what, &one, p->room, p->shape, p->room + each, p->shape, &zero, p->room + 2 * each,
-                                p->shape, p->room + 2 * each, p->shape, &p->found.algo, c->workspace, CUDA_WORKSPACE_BYTES,
-                                c->stream),
+    return check(cublasLtMatmul(c->lt, p->what, &one, p->room, p->shape, p->room + each, p->shape, &zero,
+                                p->room + 2 * each, p->shape, p->room + 2 * each, p->shape, &p->found.algo,
+                                c->workspace, CUDA_WORKSPACE_BYTES, c->stream),
                  "cublasLtMatmul", __LINE__);
 }
 
@@ -80,8 +82,10 @@ status backend_cuda_ceilings(backend *b, double *copied, double *multiplied)
     LT_TRY(cublasLtMatmulDescSetAttribute(p.what, CUBLASLT_MATMUL_DESC_TRANSA, &turned, sizeof turned));
     LT_TRY(cublasLtMatrixLayoutCreate(&p.shape, CUDA_R_16BF, SIDE, SIDE, SIDE));
     LT_TRY(cublasLtMatmulPreferenceCreate(&p.limits));
-    LT_TRY(cublasLtMatmulPreferenceSetAttribute(p.limits, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace));
-    LT_TRY(cublasLtMatmulAlgoGetHeuristic(c->lt, p.what, p.shape, p.shape, p.shape, p.shape, p.limits, 1, &p.found, &found));
+    LT_TRY(cublasLtMatmulPreferenceSetAttribute(p.limits, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                                                sizeof workspace));
+    LT_TRY(cublasLtMatmulAlgoGetHeuristic(c->lt, p.what, p.shape, p.shape, p.shape, p.shape, p.limits, 1, &p.found,
+                                          &found));
     if (found == 0)
         FAIL(FAILED, "cuBLASLt has no product of %d x %d matrices", SIDE, SIDE);
     TRY(shortest(c, &seconds, multiply, &p));

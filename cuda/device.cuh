@@ -1,5 +1,5 @@
-/* What kernels share: rows in use, conversions, vectors of a row's elements, and sums over a warp or a block in an order
- * that depends on the width alone. */
+/* What kernels share: rows in use, conversions, vectors of a row's elements, and sums over a warp or a block in an
+ * order that depends on the width alone. */
 #ifndef EPOCH_CUDA_DEVICE_CUH
 #define EPOCH_CUDA_DEVICE_CUH
 
@@ -39,7 +39,8 @@ template <typename T, int V> struct alignas(sizeof(T) * V) pack_of {
     T x[V];
 };
 
-/* Elements of 16 bytes a vector where every row of all these tensors starts at 16 bytes and is a whole number of them. */
+/* Elements of 16 bytes a vector where every row of all these tensors starts at 16 bytes and is a whole number of them.
+ */
 static inline bool vectors_fit(const tensor &t, int v)
 {
     return t.cols % v == 0 && t.ld % v == 0 && (uintptr_t)t.data % ((size_t)v * dtype_bytes(t.type)) == 0;

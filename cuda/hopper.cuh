@@ -42,8 +42,8 @@ static __device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t byte
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
-/* Waits for the phase of this parity to complete. A wait of half a minute is a broken pipeline: the kernel stops, and the
- * error names it, instead of hanging the job. */
+/* Waits for the phase of this parity to complete. A wait of half a minute is a broken pipeline: the kernel stops, and
+ * the error names it, instead of hanging the job. */
 static __device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity)
 {
     int64_t since = 0;

@@ -1,15 +1,16 @@
-/* Inside the CUDA backend: what its files share. backend_cuda.c (C) opens the device, owns memory, streams and time, and
- * puts the launchers into the table; each .cu file holds the kernels of one family and one launcher an op, with the op's
- * own signature (backend.h), so the table takes it as it is. A launcher checks shapes by assert, enqueues on the
+/* Inside the CUDA backend: what its files share. backend_cuda.c (C) opens the device, owns memory, streams and time,
+ * and puts the launchers into the table; each .cu file holds the kernels of one family and one launcher an op, with the
+ * op's own signature (backend.h), so the table takes it as it is. A launcher checks shapes by assert, enqueues on the
  * backend's stream, and returns the checked status; it never waits and never reads device memory.
  *
- * Activations and matrices are BF16, sums, router and softmax fp32. Row counts live in device memory: `rows` of a tensor
- * is the worst case that the grid covers, `used` (a device pointer, or NULL: all rows) says how many there are. Kernels
- * stride over their grid and stop at the rows used, so that the worst case costs next to nothing. Tensors travel to
- * kernels by value.
+ * Activations and matrices are BF16, sums, router and softmax fp32. Row counts live in device memory: `rows` of a
+ * tensor is the worst case that the grid covers, `used` (a device pointer, or NULL: all rows) says how many there are.
+ * Kernels stride over their grid and stop at the rows used, so that the worst case costs next to nothing. Tensors
+ * travel to kernels by value.
  *
  * Everything a forward enqueues may be captured in a graph and replayed: launchers take no decision from data, allocate
- * nothing once an eager forward has sized the scratch, and keep their parameters (pointers, grids) a function of shapes. */
+ * nothing once an eager forward has sized the scratch, and keep their parameters (pointers, grids) a function of
+ * shapes. */
 #ifndef EPOCH_CUDA_KERNELS_H
 #define EPOCH_CUDA_KERNELS_H
 
@@ -59,8 +60,8 @@ static inline cuda *cuda_of(const backend *b)
     return (cuda *)b->self;
 }
 
-/* Device memory for the op that asks, until the next op asks. It grows at need, by the worst case of the op's shapes, so
- * that only the first forward allocates. FAILED: out of memory, or growth while a graph is captured. */
+/* Device memory for the op that asks, until the next op asks. It grows at need, by the worst case of the op's shapes,
+ * so that only the first forward allocates. FAILED: out of memory, or growth while a graph is captured. */
 status cuda_scratch(cuda *c, void **out, size_t bytes);
 /* The same for a buffer that holds longer; its content is lost when it grows. */
 status cuda_grow(cuda *c, cuda_buffer *b, size_t bytes, const char *what);
@@ -72,7 +73,8 @@ status cuda_check(cudaError_t e, const char *what, const char *file, int line);
 /* Inside functions of the error convention (C only). */
 #define CUDA_TRY(call) TRY(cuda_check((call), #call, __FILE__, __LINE__))
 
-/* Blocks for `work` items of `each` an item block: enough to fill the device `waves` times, no more than there is work. */
+/* Blocks for `work` items of `each` an item block: enough to fill the device `waves` times, no more than there is work.
+ */
 static inline unsigned cuda_grid(const cuda *c, int64_t items, int waves)
 {
     int64_t most = (int64_t)c->sm_count * waves;
@@ -91,8 +93,8 @@ status cuda_embed(backend *b, tensor *y, const tensor *table, const tensor *ids)
 status cuda_add(backend *b, tensor *y, const tensor *x);
 status cuda_swiglu(backend *b, tensor *y, const tensor *gate_up);
 status cuda_pack(backend *b, tensor *packed, const tensor *full, const tensor *rows);
-status cuda_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in, const slots *s,
-                  const block_rule *k);
+status cuda_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in,
+                  const slots *s, const block_rule *k);
 /* dst [rows, cols] strided = src [rows, cols] contiguous on the device, as `from`, converted. */
 status cuda_convert(cuda *c, const tensor *dst, const void *src, dtype from);
 /* Is there machine code for this device in the program? */
@@ -104,16 +106,17 @@ status cuda_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, const tensor
 /* route.cu, atlas.cu */
 status cuda_route(backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p, int layer,
                   const batch *in, const slots *s, const route_rule *r, const block_rule *k);
-status cuda_support(backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in, const slots *s,
-                    const route_rule *r, const atlas_rule *a, const block_rule *k);
+status cuda_support(backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in,
+                    const slots *s, const route_rule *r, const atlas_rule *a, const block_rule *k);
 /* dense.cu. x BF16; w BF16 (y BF16 or F32), or F32 (the router; y F32, products and sums of fp32 accuracy). */
 status cuda_matmul(backend *b, tensor *y, const tensor *x, const tensor *w);
-/* experts.cu. A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the lane
- * of one rank hands the sums on without touching them; otherwise it is not written. */
-status cuda_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights, const expert_set *e);
+/* experts.cu. A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the
+ * lane of one rank hands the sums on without touching them; otherwise it is not written. */
+status cuda_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
+                    const expert_set *e);
 /* attention.cu */
-status cuda_attend(backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in, const slots *s,
-                   const attention_rule *r);
+status cuda_attend(backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in,
+                   const slots *s, const attention_rule *r);
 /* vocab.cu */
 status cuda_head(backend *b, tensor *best, const tensor *h, const tensor *w, int32_t mask_id);
 

@@ -17,7 +17,8 @@ static status dispatch(lane *l, lane_load *in, const tensor *x, const tensor *id
     status st = OK;
     lane_self *s = l->self;
     if (x->rows > s->rule.max_rows)
-        FAIL(FAILED, "dispatch of up to %lld rows, the lane was opened for %lld", (long long)x->rows, (long long)s->rule.max_rows);
+        FAIL(FAILED, "dispatch of up to %lld rows, the lane was opened for %lld", (long long)x->rows,
+             (long long)s->rule.max_rows);
     in->x = *x;
     in->ids = *ids;
     in->weights = *weights;

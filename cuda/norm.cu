@@ -80,8 +80,8 @@ static status angles(cuda *c, int32_t count, const attention_rule *r)
     if (st == OK)
         st = cuda_check(cudaStreamSynchronize(c->stream), "rotary angles", __FILE__, __LINE__);
     if (st == OK)
-        st = cuda_check(cudaMemcpy(c->angles.data, host, floats * sizeof *host, cudaMemcpyHostToDevice), "rotary angles",
-                        __FILE__, __LINE__);
+        st = cuda_check(cudaMemcpy(c->angles.data, host, floats * sizeof *host, cudaMemcpyHostToDevice),
+                        "rotary angles", __FILE__, __LINE__);
     free(host);
     c->angle_count = st == OK ? count : 0;
     c->angle_dim = r->rotary_dim;
@@ -118,7 +118,8 @@ template <int N> static __global__ void rotate_kernel(rotation a)
     typedef pack_of<bf16, N> pack;
     int heads = a.r.heads + 2 * a.r.kv_heads, lane = threadIdx.x % WARP, half = a.r.rotary_dim / 2;
     int64_t items = used_rows(a.in.position) * heads;
-    for (int64_t t = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; t < items; t += gridDim.x * (int64_t)(THREADS / WARP)) {
+    for (int64_t t = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; t < items;
+         t += gridDim.x * (int64_t)(THREADS / WARP)) {
         int64_t i = t / heads;
         int h = (int)(t % heads);
         int32_t position = ((const int32_t *)a.in.position.data)[i];
@@ -160,7 +161,8 @@ static __global__ void rotate_any_kernel(rotation a)
     int d = a.r.head_dim, heads = a.r.heads + 2 * a.r.kv_heads, lane = threadIdx.x % WARP, half = a.r.rotary_dim / 2;
     float *x = room + threadIdx.x / WARP * d;
     int64_t items = used_rows(a.in.position) * heads;
-    for (int64_t t = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; t < items; t += gridDim.x * (int64_t)(THREADS / WARP)) {
+    for (int64_t t = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; t < items;
+         t += gridDim.x * (int64_t)(THREADS / WARP)) {
         int64_t i = t / heads;
         int h = (int)(t % heads);
         int32_t position = ((const int32_t *)a.in.position.data)[i];
@@ -190,8 +192,8 @@ static __global__ void rotate_any_kernel(rotation a)
     }
 }
 
-extern "C" status cuda_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, const tensor *q_norm, const tensor *k_norm,
-                              const batch *in, const slots *s, const attention_rule *r)
+extern "C" status cuda_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, const tensor *q_norm,
+                              const tensor *k_norm, const batch *in, const slots *s, const attention_rule *r)
 {
     cuda *c = cuda_of(b);
     int d = r->head_dim, heads = r->heads + 2 * r->kv_heads, half = r->rotary_dim / 2, n = d / WARP;

@@ -1,6 +1,6 @@
-/* The router: sigmoid scores, a bias that only chooses, group-limited top-k, over all experts or over a support. Twin of
- * src/cpu/route.c. A warp a row. Which experts a cohort's rows chose gathers in `seen`, which `rows` clears and `commit`
- * counts. */
+/* The router: sigmoid scores, a bias that only chooses, group-limited top-k, over all experts or over a support. Twin
+ * of src/cpu/route.c. A warp a row. Which experts a cohort's rows chose gathers in `seen`, which `rows` clears and
+ * `commit` counts. */
 #include "cuda/plans.cuh"
 #include "cuda/universe.cuh"
 

@@ -142,7 +142,8 @@ template <int V> static __global__ void swiglu_kernel(tensor y, tensor gate_up)
     typedef pack_of<bf16, V> pack;
     int64_t n = used_rows(gate_up), width = y.cols / V;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
-        const pack *gate = (const pack *)row_of<bf16>(gate_up, i), *up = (const pack *)(row_of<bf16>(gate_up, i) + y.cols);
+        const pack *gate = (const pack *)row_of<bf16>(gate_up, i),
+                   *up = (const pack *)(row_of<bf16>(gate_up, i) + y.cols);
         pack *to = (pack *)row_of<bf16>(y, i);
         for (int64_t j = threadIdx.x; j < width; j += blockDim.x) {
             pack g = gate[j], u = up[j];
@@ -188,7 +189,8 @@ static __global__ void merge_kernel(tensor y, tensor packed, tensor cache, int l
         if (anew != (i < fresh))
             continue;
         pack *to = (pack *)row_of<bf16>(y, row);
-        pack *kept = (pack *)row_of<bf16>(cache, ((int64_t)layer * s.slot_count + owner[row]) * k.block_size + in_block);
+        pack *kept =
+            (pack *)row_of<bf16>(cache, ((int64_t)layer * s.slot_count + owner[row]) * k.block_size + in_block);
         if (!anew) {
             for (int64_t j = threadIdx.x; j < width; j += blockDim.x)
                 to[j] = kept[j];

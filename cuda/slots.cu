@@ -1,11 +1,11 @@
 /* The life of blocks on the device: which rows a forward has, and what its decisions do to the slots. Twin of
  * src/cpu/slots.c: the same state machine (src/slot.h), the same order of rows.
  *
- * rows is two kernels. One block plans: it starts blocks whose cohort is ready, chooses paths and fresh masks, and finds
- * by prefix sums over the slots where each slot's spans, fresh and live rows begin. Then a block a slot lays its rows out
- * and clears what a new forward, or a new block, must not find.
- * commit is two kernels. The logs of the routers are completed, a warp a layer and cohort; then a warp decides for a
- * slot, whose first live row is where `rows` of the same forward put it. */
+ * rows is two kernels. One block plans: it starts blocks whose cohort is ready, chooses paths and fresh masks, and
+ * finds by prefix sums over the slots where each slot's spans, fresh and live rows begin. Then a block a slot lays its
+ * rows out and clears what a new forward, or a new block, must not find. commit is two kernels. The logs of the routers
+ * are completed, a warp a layer and cohort; then a warp decides for a slot, whose first live row is where `rows` of the
+ * same forward put it. */
 #include "cuda/device.cuh"
 #include "cuda/plans.cuh"
 
@@ -106,7 +106,8 @@ static __global__ void plan_kernel(slots s, batch out, plans p, block_rule r, be
             atomicOr(&waiting[c / 32], 1u << (c % 32));
     }
     __syncthreads();
-    uint64_t asked = 0, sums = 0; /* of the slots before: prompt blocks to fill; spans, fresh and live rows, 21 bits each */
+    uint64_t asked = 0,
+             sums = 0; /* of the slots before: prompt blocks to fill; spans, fresh and live rows, 21 bits each */
     for (int base = 0; base < s.slot_count; base += PLAN_THREADS) {
         int i = base + threadIdx.x, c = i / r.cohort;
         bool mine = i < s.slot_count;
@@ -157,8 +158,8 @@ static __global__ void plan_kernel(slots s, batch out, plans p, block_rule r, be
 }
 
 /* One query block into the batch. */
-static __device__ void lay_span(const batch &b, const slots &s, const slot *sl, int index, int block, bool sealing, int at,
-                                int32_t fresh, int32_t live, const block_rule &r)
+static __device__ void lay_span(const batch &b, const slots &s, const slot *sl, int index, int block, bool sealing,
+                                int at, int32_t fresh, int32_t live, const block_rule &r)
 {
     const int32_t *from = row_of<int32_t>(s.token, index) + (int64_t)block * r.block_size;
     if (threadIdx.x == 0) {
@@ -185,13 +186,15 @@ static __device__ void lay_span(const batch &b, const slots &s, const slot *sl, 
     }
 }
 
-static __global__ void lay_kernel(slots s, batch out, plans p, block_rule r, const begins *begin, uint32_t *seen, int words)
+static __global__ void lay_kernel(slots s, batch out, plans p, block_rule r, const begins *begin, uint32_t *seen,
+                                  int words)
 {
     int i = blockIdx.x, cohort = i / r.cohort, first = cohort * r.cohort;
     const slot *all = (const slot *)s.slot.data, *sl = all + i;
     if (i == first)
         for (int l = 0; l < p.layers; l++) {
-            uint32_t *log = (uint32_t *)log_of(p, l, cohort), *set = seen + ((int64_t)l * p.cohort_count + cohort) * words;
+            uint32_t *log = (uint32_t *)log_of(p, l, cohort),
+                     *set = seen + ((int64_t)l * p.cohort_count + cohort) * words;
             for (unsigned k = threadIdx.x; k < sizeof(layer_log) / sizeof *log; k += LAY_THREADS)
                 log[k] = 0;
             for (int k = threadIdx.x; k < words; k += LAY_THREADS)
@@ -209,8 +212,8 @@ static __global__ void lay_kernel(slots s, batch out, plans p, block_rule r, con
     for (int k = 0; k < sl->filling; k++)
         lay_span(out, s, sl, i, sl->sealed + k, true, begin[i].span + k, begin[i].fresh + k * r.block_size, 0, r);
     if (sl->state == SLOT_REFINING)
-        lay_span(out, s, sl, i, sl->block, false, begin[i].span + sl->filling, begin[i].fresh + sl->filling * r.block_size,
-                 begin[i].live, r);
+        lay_span(out, s, sl, i, sl->block, false, begin[i].span + sl->filling,
+                 begin[i].fresh + sl->filling * r.block_size, begin[i].live, r);
 }
 
 extern "C" status cuda_rows(backend *b, batch *out, slots *s, plans *p, const block_rule *r)
@@ -218,7 +221,8 @@ extern "C" status cuda_rows(backend *b, batch *out, slots *s, plans *p, const bl
     cuda *c = cuda_of(b);
     int words = (int)p->support.cols - 1;
     size_t marks = 2 * sizeof(uint32_t) * (size_t)((p->cohort_count + 31) / 32);
-    assert(s->slot.ld == (int64_t)sizeof(slot) && p->log.ld == (int64_t)sizeof(layer_log) && p->cohort_count <= 1 << 17);
+    assert(s->slot.ld == (int64_t)sizeof(slot) && p->log.ld == (int64_t)sizeof(layer_log) &&
+           p->cohort_count <= 1 << 17);
     status st = cuda_grow(c, &c->begins, sizeof(begins) * (size_t)(s->slot_count + 1), "where each slot's rows begin");
     if (st == OK)
         st = cuda_grow(c, &c->seen, sizeof(uint32_t) * (size_t)((int64_t)p->layers * p->cohort_count * words + 1),
@@ -288,9 +292,12 @@ static __device__ void fold_log(block_stats *t, const plans &p, int cohort)
         for (int l = 0; l < WARP && base + l < p.layers; l++)
             covered += (double)__shfl_sync(EVERY_LANE, mine, l);
     }
-    int support = __reduce_add_sync(EVERY_LANE, (int)sum.support_size), distinct = __reduce_add_sync(EVERY_LANE, (int)sum.distinct);
-    int tested = __reduce_add_sync(EVERY_LANE, (int)sum.tested_rows), under = __reduce_add_sync(EVERY_LANE, (int)sum.under_rows);
-    int rebuilds = __reduce_add_sync(EVERY_LANE, sum.layer_rebuilds), universe = __reduce_add_sync(EVERY_LANE, sum.universe);
+    int support = __reduce_add_sync(EVERY_LANE, (int)sum.support_size),
+        distinct = __reduce_add_sync(EVERY_LANE, (int)sum.distinct);
+    int tested = __reduce_add_sync(EVERY_LANE, (int)sum.tested_rows),
+        under = __reduce_add_sync(EVERY_LANE, (int)sum.under_rows);
+    int rebuilds = __reduce_add_sync(EVERY_LANE, sum.layer_rebuilds),
+        universe = __reduce_add_sync(EVERY_LANE, sum.universe);
     if (lane == 0) {
         t->layer_iterations += p.layers;
         t->support_size += support;
@@ -318,8 +325,8 @@ static __device__ void count_iteration(slot *sl, int fresh, const block_rule &r)
 }
 
 /* One slot, by one warp; lane i has the positions i and i + 32 of the block. mine: its first live row's best. */
-static __device__ void commit_slot(slot *sl, slot_report *rep, int32_t *token, const head_best *mine, int pace, int cohort,
-                                   const plans &p, const block_rule &r)
+static __device__ void commit_slot(slot *sl, slot_report *rep, int32_t *token, const head_best *mine, int pace,
+                                   int cohort, const plans &p, const block_rule &r)
 {
     int lane = threadIdx.x % WARP;
     uint64_t whole = slot_mask(r.block_size), live = whole & ~sl->decoded;
@@ -443,10 +450,12 @@ static __global__ void commit_kernel(slots s, tensor best, plans p, block_rule r
     __syncwarp();
     if (path != PATH_PREFILL)
         commit_slot(sl, rep, row_of<int32_t>(s.token, i) + (int64_t)sl->block * r.block_size,
-                    (const head_best *)best.data + begin[i].live, slots_pace(&s, i, sl->block, sl->iteration), i / r.cohort, p, r);
+                    (const head_best *)best.data + begin[i].live, slots_pace(&s, i, sl->block, sl->iteration),
+                    i / r.cohort, p, r);
 }
 
-extern "C" status cuda_commit(backend *b, slots *s, const tensor *best, const batch *in, const plans *p, const block_rule *r)
+extern "C" status cuda_commit(backend *b, slots *s, const tensor *best, const batch *in, const plans *p,
+                              const block_rule *r)
 {
     cuda *c = cuda_of(b);
     int words = (int)p->support.cols - 1;

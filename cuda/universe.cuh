@@ -14,7 +14,8 @@ template <int N> struct universe {
 
 /* support NULL: every expert is eligible. */
 template <int N>
-static __device__ void universe_open(universe<N> &u, const float *z, const float *bias, const int32_t *support, int experts)
+static __device__ void universe_open(universe<N> &u, const float *z, const float *bias, const int32_t *support,
+                                     int experts)
 {
     int lane = threadIdx.x % WARP;
 #pragma unroll

@@ -19,9 +19,9 @@ typedef struct slots {
     tensor token;   /* I32 [slot_count, max_blocks * B]: prompt, then masks and committed tokens */
     tensor page;    /* I32 [slot_count, max_blocks]: the KV page of each block */
     tensor report;  /* U8 [slot_count, sizeof(slot_report)] */
-    tensor pace;    /* I32 [patterns, steps]: how many positions iteration i of a block commits, in place of the decision
-                       rule; no data, as opened: the rule decides. Block b of slot s follows pattern
-                       (s + b * slot_count) % patterns. What benchmarks run at. */
+    tensor pace; /* I32 [patterns, steps]: how many positions iteration i of a block commits, in place of the decision
+                    rule; no data, as opened: the rule decides. Block b of slot s follows pattern
+                    (s + b * slot_count) % patterns. What benchmarks run at. */
     int32_t slot_count, max_blocks;
 } slots;
 
@@ -54,7 +54,8 @@ static inline EPOCH_BOTH float random_at(uint64_t seed, uint64_t place)
     return (float)(x >> 40) * 0x1p-23f - 1.0f;
 }
 
-/* Keys and values of all layers: page p of layer l is rows [(l * page_count + p) * B, + B). Keys after norm and rotary. */
+/* Keys and values of all layers: page p of layer l is rows [(l * page_count + p) * B, + B). Keys after norm and rotary.
+ */
 typedef struct kv_pool {
     tensor k, v;    /* [layers * page_count * B, kv_heads * head_dim] */
     int32_t page_count;
@@ -77,8 +78,8 @@ typedef struct batch {
     tensor slot;     /* I32 [rows, 1], used: row_count */
     tensor role;     /* I32 [rows, 1], used: row_count; row_role */
     tensor span;     /* I32 [spans, 4], used: span_count; struct span */
-    tensor fresh;    /* I32 [rows, 1], used: fresh_count; rows dispatched to routed experts, sealing rows among them (all
-                        rows with block_rule.dense_lane) */
+    tensor fresh; /* I32 [rows, 1], used: fresh_count; rows dispatched to routed experts, sealing rows among them (all
+                     rows with block_rule.dense_lane) */
     tensor live;     /* I32 [rows, 1], used: live_count */
     tensor count;    /* I32 [4, 1]: row_count, span_count, fresh_count, live_count; what the `used` above point at */
 } batch;
@@ -122,8 +123,8 @@ typedef struct layer_log {
 
 /* The supports of all plans. Built in the backend, never seen by the host but through layer_log. */
 typedef struct plans {
-    tensor support;  /* I32 [layers * cohort_count, words + 1]: ceil(experts / 32) words of the bit mask S_l, then a flag:
-                        0 none built (routes over all), 1 S_l holds, 2 universe fallback until the next update */
+    tensor support;  /* I32 [layers * cohort_count, words + 1]: ceil(experts / 32) words of the bit mask S_l, then a
+                        flag:  0 none built (routes over all), 1 S_l holds, 2 universe fallback until the next update */
     tensor log;      /* U8 [layers * cohort_count, sizeof(layer_log)]; row layer * cohort_count + cohort */
     int32_t cohort_count, layers; /* sparse layers, counted from 0 */
 } plans;
@@ -148,6 +149,7 @@ typedef struct backend {
     const char *name;
     void *stream, *self;  /* stream: cudaStream_t; NULL on the CPU */
     dtype activation;     /* F32 or BF16 */
+    int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; 0: this backend does not count */
 
     /* memory and time */
     status (*reserve)(struct backend *b, void **slab, size_t bytes); /* zeroed; once per arena; pages
@@ -163,9 +165,9 @@ typedef struct backend {
     status (*mark)(struct backend *b, phase p);              /* the work since the last mark was p's */
     /* Adds to seconds[] those of each phase that were marked since the last call, then forgets them. */
     status (*laps)(struct backend *b, double seconds[PHASES]);
-    /* Runs call(of), which enqueues the same work at every call, its tensors and settings included. A backend may record
-     * that work, and later enqueue the record instead of calling. *record: NULL at first, then the backend's own; forget
-     * gives it back, and accepts NULL. */
+    /* Runs call(of), which enqueues the same work at every call, its tensors and settings included. A backend may
+     * record that work, and later enqueue the record instead of calling. *record: NULL at first, then the backend's
+     * own; forget gives it back, and accepts NULL. */
     status (*repeat)(struct backend *b, void **record, status (*call)(void *of), void *of);
     void (*forget)(struct backend *b, void *record);
 
@@ -175,13 +177,15 @@ typedef struct backend {
     status (*rows)(struct backend *b, batch *out, slots *s, plans *p, const block_rule *r);
     /* Applies the decision rule to every refining slot: best[i] belongs to batch.live[i]. Writes tokens, advances slots
      * (end of block, EOS and length test, next block's masks), folds plans' log into block stats, writes reports. */
-    status (*commit)(struct backend *b, slots *s, const tensor *best, const batch *in, const plans *p, const block_rule *r);
+    status (*commit)(struct backend *b, slots *s, const tensor *best, const batch *in, const plans *p,
+                     const block_rule *r);
 
     /* dense */
     status (*embed)(struct backend *b, tensor *y, const tensor *table, const tensor *ids);  /* y[i] = table[ids[i]] */
-    status (*matmul)(struct backend *b, tensor *y, const tensor *x, const tensor *w);       /* y[n,o] = x[n,i] w[o,i]^T */
+    status (*matmul)(struct backend *b, tensor *y, const tensor *x, const tensor *w); /* y[n,o] = x[n,i] w[o,i]^T */
     status (*add)(struct backend *b, tensor *y, const tensor *x);                           /* y += x */
-    status (*norm)(struct backend *b, tensor *y, const tensor *x, const tensor *w, float eps); /* RMSNorm; w F32 [1, H] */
+    status (*norm)(struct backend *b, tensor *y, const tensor *x, const tensor *w,
+                   float eps);                                             /* RMSNorm; w F32 [1, H] */
     status (*swiglu)(struct backend *b, tensor *y, const tensor *gate_up); /* y[n,I] = silu(gu[n,0:I]) * gu[n,I:2I] */
 
     /* attention */
@@ -189,30 +193,32 @@ typedef struct backend {
      * into layer `layer` of the pool at the page of the row's block. q_norm, k_norm F32 [1, head_dim]. */
     status (*rotate)(struct backend *b, tensor *qkv, kv_pool *kv, int layer, const tensor *q_norm, const tensor *k_norm,
                      const batch *in, const slots *s, const attention_rule *r);
-    /* y[rows, heads * head_dim]: each span over blocks 0 .. span.block of its slot, no mask inside. KV-splits: one page. */
+    /* y[rows, heads * head_dim]: each span over blocks 0 .. span.block of its slot, no mask inside. KV-splits: one
+     * page. */
     status (*attend)(struct backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in,
                      const slots *s, const attention_rule *r);
 
     /* the MoE layer; `layer` counts sparse layers from 0 */
-    status (*pack)(struct backend *b, tensor *packed, const tensor *full, const tensor *rows); /* packed[i] = full[rows[i]] */
-    /* From the router logits z F32 [fresh, E] of the packed fresh rows: tests each cohort's support, builds or rebuilds it
-     * where the path or the test asks for it (README.md: Expert Atlas). bias F32 [1, E]. Does nothing unless
+    status (*pack)(struct backend *b, tensor *packed, const tensor *full,
+                   const tensor *rows); /* packed[i] = full[rows[i]] */
+    /* From the router logits z F32 [fresh, E] of the packed fresh rows: tests each cohort's support, builds or rebuilds
+     * it where the path or the test asks for it (README.md: Expert Atlas). bias F32 [1, E]. Does nothing unless
      * block_rule.restrict_experts. */
     status (*support)(struct backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in,
                       const slots *s, const route_rule *r, const atlas_rule *a, const block_rule *k);
     /* ids I32 [fresh, K] by ascending expert id, -1 behind the last edge; weights F32 [fresh, K], 0 there. Sealing and
-     * cold rows route over all experts, others over their cohort's support. Logs fresh, distinct, support, by the end of
-     * the forward's commit. */
-    status (*route)(struct backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p, int layer,
-                    const batch *in, const slots *s, const route_rule *r, const block_rule *k);
-    /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit u, in
-     * the tree's order; not written where it has none. ids hold -1 for edges of other ranks. */
+     * cold rows route over all experts, others over their cohort's support. Logs fresh, distinct, support, by the end
+     * of the forward's commit. */
+    status (*route)(struct backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p,
+                    int layer, const batch *in, const slots *s, const route_rule *r, const block_rule *k);
+    /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit u,
+     * in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. */
     status (*experts)(struct backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                       const expert_set *e);
     /* y[row] = packed[i] for row = fresh[i] unless the slot's `fresh` mask lacks it (dense_lane); other rows of active
      * blocks come from the decoded cache. Rows that are decoded and fresh are written into the cache.
-     * packed F32 [fresh, H]; cache [sparse layers * slot_count * B, H], row (layer * slot_count + slot) * B + position in
-     * the block. y in the activation dtype. */
+     * packed F32 [fresh, H]; cache [sparse layers * slot_count * B, H], row (layer * slot_count + slot) * B + position
+     * in the block. y in the activation dtype. */
     status (*merge)(struct backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in,
                     const slots *s, const block_rule *k);
 
@@ -230,8 +236,8 @@ status backend_cpu_open(backend **out, int threads);
 status backend_cuda_open(backend **out, int local_rank);
 /* How many GPUs are visible; 0 without a driver. */
 int backend_cuda_devices(void);
-/* What this GPU can do at most, measured in some milliseconds: bytes read and written a second by a copy, FLOP a second by
- * a product of 8192 x 8192 BF16 matrices. Wants 2 GB for the while. */
+/* What this GPU can do at most, measured in some milliseconds: bytes read and written a second by a copy, FLOP a second
+ * by a product of 8192 x 8192 BF16 matrices. Wants 2 GB for the while. */
 status backend_cuda_ceilings(backend *b, double *copied, double *multiplied);
 
 #endif

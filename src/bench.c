@@ -27,14 +27,31 @@ typedef struct ask {
     double skew;
 } ask;
 
-static const model_config mini = {.layers = 20, .hidden = 2048, .vocab = 157184, .max_positions = 32768, .heads = 16, .kv_heads = 4,
-                                  .head_dim = 128, .rotary_dim = 64, .rope_theta = 600000, .norm_eps = 1e-6f, .qk_norm = true,
-                                  .dense_layers = 1, .dense_inner = 5120, .experts = 256, .top_k = 8, .expert_inner = 512,
-                                  .shared_inner = 512, .groups = 8, .top_groups = 4, .routed_scale = 2.5f, .normalise = true,
+static const model_config mini = {.layers = 20,
+                                  .hidden = 2048,
+                                  .vocab = 157184,
+                                  .max_positions = 32768,
+                                  .heads = 16,
+                                  .kv_heads = 4,
+                                  .head_dim = 128,
+                                  .rotary_dim = 64,
+                                  .rope_theta = 600000,
+                                  .norm_eps = 1e-6f,
+                                  .qk_norm = true,
+                                  .dense_layers = 1,
+                                  .dense_inner = 5120,
+                                  .experts = 256,
+                                  .top_k = 8,
+                                  .expert_inner = 512,
+                                  .shared_inner = 512,
+                                  .groups = 8,
+                                  .top_groups = 4,
+                                  .routed_scale = 2.5f,
+                                  .normalise = true,
                                   .expert_bias = true};
 
-/* Shapes by name; any other name is a folder with a config.json. LLaDA-MoE is a stand-in: its sizes, but block-causal and
- * with the router of the other family. */
+/* Shapes by name; any other name is a folder with a config.json. LLaDA-MoE is a stand-in: its sizes, but block-causal
+ * and with the router of the other family. */
 static status find_shape(model_config *c, const char *name)
 {
     *c = mini;
@@ -133,7 +150,8 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* All slots at the start of a block behind the same prefix; tokens are random, so that rows are as unlike as a text's. */
+/* All slots at the start of a block behind the same prefix; tokens are random, so that rows are as unlike as a text's.
+ */
 static status reset(bench *x)
 {
     status st = OK;
@@ -145,7 +163,11 @@ static status reset(bench *x)
     if (!s || !token || !page)
         FAIL(FAILED, "out of memory");
     for (int32_t i = 0; i < slots_here; i++)
-        s[i] = (slot){.state = SLOT_WAITING, .prompt_tokens = x->ask->prefix, .end = blocks * BLOCK, .sealed = first, .block = first,
+        s[i] = (slot){.state = SLOT_WAITING,
+                      .prompt_tokens = x->ask->prefix,
+                      .end = blocks * BLOCK,
+                      .sealed = first,
+                      .block = first,
                       .cache_block = -1};
     for (int64_t i = 0; i < slots_here * e->slots.token.cols; i++)
         token[i] = (int32_t)((random_at((uint64_t)x->ask->seed, (uint64_t)i) + 1) / 2 * (float)(x->config->vocab - 1));
@@ -200,7 +222,8 @@ static int32_t count_forwards(const bench *x)
 {
     if (x->ask->steady)
         return x->ask->iterations;
-    int32_t n = x->rule.slot_count, cohort = x->rule.block.cohort, first = x->ask->prefix / BLOCK, most = 0, least = 1 << 30;
+    int32_t n = x->rule.slot_count, cohort = x->rule.block.cohort, first = x->ask->prefix / BLOCK, most = 0,
+            least = 1 << 30;
     for (int32_t c = 0; c < n; c += cohort) {
         int32_t all = 0;
         for (int32_t b = first; b < first + x->ask->blocks; b++) {
@@ -270,8 +293,8 @@ static double product_floor(const bench *x, double rows, double outs, double inn
     return at_least(x, 2 * (outs * inner + rows * (outs + inner)), 2 * rows * outs * inner);
 }
 
-/* One forward: r rows in `spans` blocks that see `seen` keys in all, f of them fresh, l live; `touched` experts summed over
- * the sparse layers. */
+/* One forward: r rows in `spans` blocks that see `seen` keys in all, f of them fresh, l live; `touched` experts summed
+ * over the sparse layers. */
 static double forward_floor(const bench *x, double r, double seen, double f, double l, double touched)
 {
     const model_config *c = x->config;
@@ -279,13 +302,15 @@ static double forward_floor(const bench *x, double r, double seen, double f, dou
     double sparse = c->layers - c->dense_layers;
     sum += at_least(x, 4 * r * h, 0); /* embedding */
     sum += c->layers * product_floor(x, r, q + 2 * kv, h);
-    sum += c->layers * at_least(x, 2 * (2 * r * (q + 2 * kv)), 0);                                   /* norms, rotary, K/V */
+    sum += c->layers * at_least(x, 2 * (2 * r * (q + 2 * kv)), 0); /* norms, rotary, K/V */
     sum += c->layers * at_least(x, 2 * (2 * seen * kv + 2 * r * q), 4 * seen * BLOCK * q);           /* attention */
     sum += c->layers * product_floor(x, r, h, q);
-    sum += c->layers * 2 * at_least(x, 2 * 4 * r * h, 0);                                            /* residual and norm */
+    sum += c->layers * 2 * at_least(x, 2 * 4 * r * h, 0); /* residual and norm */
     sum += c->dense_layers * (product_floor(x, r, 2.0 * c->dense_inner, h) + product_floor(x, r, h, c->dense_inner));
-    sum += sparse * at_least(x, 4.0 * c->experts * h + f * (2 * h + 4.0 * c->experts), 2 * f * c->experts * h); /* router */
-    sum += at_least(x, 2 * (touched * 3 * h * c->expert_inner + sparse * 2 * f * h), sparse * 6 * f * c->top_k * h * c->expert_inner);
+    sum += sparse *
+           at_least(x, 4.0 * c->experts * h + f * (2 * h + 4.0 * c->experts), 2 * f * c->experts * h); /* router */
+    sum += at_least(x, 2 * (touched * 3 * h * c->expert_inner + sparse * 2 * f * h),
+                    sparse * 6 * f * c->top_k * h * c->expert_inner);
     sum += sparse * at_least(x, 2 * 2 * (r - f) * h, 0); /* rows out of the cache */
     if (c->shared_inner)
         sum += sparse * (product_floor(x, r, 2.0 * c->shared_inner, h) + product_floor(x, r, h, c->shared_inner));
@@ -406,9 +431,9 @@ static void print_head(const bench *x)
     char cohort[16];
     snprintf(cohort, sizeof cohort, "%d", a->cohort);
     printf("# synthetic: random weights and tokens, seed %d; no model's output\n", a->seed);
-    printf("# shape %s%s: %d layers, hidden %d, %d experts, top %d; device %s; mode %s, cohort %s, prefix %d\n", a->shape,
-           strcmp(a->shape, "llada-moe") == 0 ? " (block-causal stand-in)" : "", c->layers, c->hidden, c->experts, c->top_k,
-           x->backend->name, modes[a->plan.mode], a->cohort ? cohort : "batch", a->prefix);
+    printf("# shape %s%s: %d layers, hidden %d, %d experts, top %d; device %s; mode %s, cohort %s, prefix %d\n",
+           a->shape, strcmp(a->shape, "llada-moe") == 0 ? " (block-causal stand-in)" : "", c->layers, c->hidden,
+           c->experts, c->top_k, x->backend->name, modes[a->plan.mode], a->cohort ? cohort : "batch", a->prefix);
     if (a->steady)
         printf("# nothing commits: all rows live, %d forwards\n", a->iterations);
     else
@@ -420,15 +445,16 @@ static void print_head(const bench *x)
     if (x->copied > 0)
         printf("# ceilings measured here: %.2f TB/s copied, %.0f TFLOP/s multiplied (BF16, 8192)\n", x->copied / 1e12,
                x->multiplied / 1e12);
-    printf("%6s %9s %9s %9s %6s %9s %10s %8s %8s %8s %8s\n", "batch", "forwards", "ms/iter", "floor", "%", "wall ms", "tokens/s", "rows",
-           "fresh", "live", "experts");
+    printf("%6s %9s %9s %9s %6s %9s %10s %8s %8s %8s %8s\n", "batch", "forwards", "ms/iter", "floor", "%", "wall ms",
+           "tokens/s", "rows", "fresh", "live", "experts");
 }
 
 static void print_batch(const bench *x)
 {
     double n = x->forwards, ms = 1e3 * x->seconds / n, least = 1e3 * x->floor / n;
-    printf("%6d %9d %9.3f %9.3f %6.1f %9.3f %10.0f %8.0f %8.0f %8.0f %8.1f\n", x->rule.slot_count, x->forwards, ms, least,
-           100 * least / ms, 1e3 * x->wall / n, x->committed / x->seconds, x->rows / n, x->fresh / n, x->live / n, x->distinct / n);
+    printf("%6d %9d %9.3f %9.3f %6.1f %9.3f %10.0f %8.0f %8.0f %8.0f %8.1f\n", x->rule.slot_count, x->forwards, ms,
+           least, 100 * least / ms, 1e3 * x->wall / n, x->committed / x->seconds, x->rows / n, x->fresh / n,
+           x->live / n, x->distinct / n);
     printf("       ");
     for (int p = 0; p < PHASES; p++)
         if (x->part[p] > 0)
@@ -443,13 +469,15 @@ static void help(void)
 {
     printf("usage: epoch bench [options]\n\n"
            "Forwards of a real shape with random weights: ms an iteration beside its floor. All of it is synthetic.\n\n"
-           "  --shape NAME       llada2-mini, llada2-flash, llada-moe (block-causal stand-in), or a folder with config.json [llada2-mini]\n"
+           "  --shape NAME       llada2-mini, llada2-flash, llada-moe (block-causal stand-in), or a folder with "
+           "config.json [llada2-mini]\n"
            "  --layers N         only the first N layers [all]\n"
            "  --device D         auto, cpu or cuda [auto]\n"
            "  --mode M           epoch, full, no-atlas, no-lsp, no-lane [full]\n"
            "  --batch LIST       sequences in flight, for example 1,8,32 [1,8,32,128,256,512]\n"
            "  --prefix N         positions before the active block, a multiple of 32 [256]\n"
-           "  --schedule FILE    commits of each iteration (tests/bench/schedule.json); without: nothing commits, all rows live\n"
+           "  --schedule FILE    commits of each iteration (tests/bench/schedule.json); without: nothing commits, all "
+           "rows live\n"
            "  --iterations N     forwards timed without a schedule [20]\n"
            "  --blocks N         blocks of each sequence with a schedule [3]\n"
            "  --cohort N         sequences that share supports in lock-step; 0: the batch [1]\n"
@@ -478,7 +506,8 @@ static status parse_batches(ask *a, const char *text)
         char *end;
         long n = strtol(at, &end, 10);
         if (end == at || n < 1 || n > 1 << 16 || (*end && *end != ',') || a->batch_count == BATCHES)
-            FAIL(BAD_INPUT, "--batch is \"%s\", want at most %d numbers from 1 to 65536 with commas between", text, BATCHES);
+            FAIL(BAD_INPUT, "--batch is \"%s\", want at most %d numbers from 1 to 65536 with commas between", text,
+                 BATCHES);
         a->batch[a->batch_count++] = (int32_t)n;
         at = *end ? end + 1 : end;
     }
@@ -493,7 +522,8 @@ static status choose(int *out, const char *flag, const char *text, const char *c
             *out = i;
             return OK;
         }
-    return status_fail(BAD_INPUT, __FILE__, __LINE__, "--%s is \"%s\": no such choice (epoch bench --help)", flag, text);
+    return status_fail(BAD_INPUT, __FILE__, __LINE__, "--%s is \"%s\": no such choice (epoch bench --help)", flag,
+                       text);
 }
 
 static status choose_device(bool *gpu, const char *text)
@@ -515,7 +545,22 @@ out:
 
 static status parse(ask *a, bool *helped, int argc, char **argv)
 {
-    enum { SHAPE = 256, LAYERS, DEVICE, MODE, BATCH, PREFIX, SCHEDULE, ITERATIONS, BLOCKS, COHORT, SUPPORT, SKEW, SEED, HELP };
+    enum {
+        SHAPE = 256,
+        LAYERS,
+        DEVICE,
+        MODE,
+        BATCH,
+        PREFIX,
+        SCHEDULE,
+        ITERATIONS,
+        BLOCKS,
+        COHORT,
+        SUPPORT,
+        SKEW,
+        SEED,
+        HELP
+    };
     static const struct option flags[] = {
         {"shape", required_argument, NULL, SHAPE},       {"layers", required_argument, NULL, LAYERS},
         {"device", required_argument, NULL, DEVICE},     {"mode", required_argument, NULL, MODE},
@@ -533,10 +578,26 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
     const char *device = "auto";
     int flag, mode = PLAN_FULL;
     double n;
-    *a = (ask){.shape = "llada2-mini", .batch = {1, 8, 32, 128, 256, 512}, .batch_count = 6, .prefix = 256, .iterations = 20,
-               .blocks = 3, .cohort = 1, .seed = 1};
-    a->plan = (plan_settings){.block_size = BLOCK, .max_steps = 1 << 30, .prefill_blocks = 1, .eos_id = -1, .threshold = 0.95f,
-                              .refresh = 5, .coverage = 0.98f, .share = 0.98f, .mass = 1, .extra = -1, .budget = -1, .step = -1};
+    *a = (ask){.shape = "llada2-mini",
+               .batch = {1, 8, 32, 128, 256, 512},
+               .batch_count = 6,
+               .prefix = 256,
+               .iterations = 20,
+               .blocks = 3,
+               .cohort = 1,
+               .seed = 1};
+    a->plan = (plan_settings){.block_size = BLOCK,
+                              .max_steps = 1 << 30,
+                              .prefill_blocks = 1,
+                              .eos_id = -1,
+                              .threshold = 0.95f,
+                              .refresh = 5,
+                              .coverage = 0.98f,
+                              .share = 0.98f,
+                              .mass = 1,
+                              .extra = -1,
+                              .budget = -1,
+                              .step = -1};
     opterr = 0;
     optind = 1;
     while ((flag = getopt_long(argc, argv, "", flags, NULL)) != -1) {

@@ -45,10 +45,11 @@ status feed_open(feed **out, const feed_rule *r)
         TRY(dataset_open(&f->file[i], r->data[i], &r->dataset));
         for (int32_t k = 0; k < i; k++)
             if (strcmp(dataset_name(f->file[k]), dataset_name(f->file[i])) == 0)
-                FAIL(BAD_INPUT,
-                     "--data %s: rows of %s would be called %s too, and a row is known by its dataset and id; give it a "
-                     "run of its own",
-                     r->data[i], dataset_path(f->file[k]), dataset_name(f->file[i]));
+                FAIL(
+                    BAD_INPUT,
+                    "--data %s: rows of %s would be called %s too, and a row is known by its dataset and id; give it a "
+                    "run of its own",
+                    r->data[i], dataset_path(f->file[k]), dataset_name(f->file[i]));
     }
     if (r->shots)
         TRY(shots_open(&f->shots, r->shots, NULL));

@@ -26,8 +26,8 @@ typedef struct flight_form { /* how a prompt becomes tokens, and how long a sequ
 /* The prompt of the row's present turn, and the sequence's end. BAD_INPUT: this row cannot run; file, line and why. */
 status flight_encode(flight *f, const feed *rows, const flight_form *form);
 
-/* Takes in what the slot did in one forward: a finished block's tokens (before the first end token, below `end`) and its
- * counters. */
+/* Takes in what the slot did in one forward: a finished block's tokens (before the first end token, below `end`) and
+ * its counters. */
 status flight_report(flight *f, const slot_report *rep, const block_rule *k);
 
 /* The record of a finished or failed sequence (message: why it failed, else NULL). text and message are borrowed. */

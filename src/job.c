@@ -77,8 +77,8 @@ static status take_over(job *j)
         TRY(resume_keep(&rows, &j->done, &j->feed_rule));
     if (j->o->resume != RESUME_CHANGED && (change.answers || change.prompts))
         FAIL(BAD_INPUT,
-             "%s was made otherwise: %s%s%s; take what it was made with, or --resume=changed, or another --out", j->o->out,
-             change.text, *rows.first ? "; the first other prompt is " : "", rows.first);
+             "%s was made otherwise: %s%s%s; take what it was made with, or --resume=changed, or another --out",
+             j->o->out, change.text, *rows.first ? "; the first other prompt is " : "", rows.first);
     bool all = j->o->resume != RESUME_CHANGED || (rows.all && !change.answers);
     j->over = all && j->done.done + j->done.failed == j->total;
     TRY(results_keep(j->dir, j->session, all ? NULL : rows.kept, change.answers ? 0 : rows.count));

@@ -1,5 +1,5 @@
-/* One run on this rank: everything it holds, from its first check to its last commit. run.c has the loop, landing.c what
- * becomes of a forward's reports; here is the way in and out. */
+/* One run on this rank: everything it holds, from its first check to its last commit. run.c has the loop, landing.c
+ * what becomes of a forward's reports; here is the way in and out. */
 #ifndef EPOCH_JOB_H
 #define EPOCH_JOB_H
 

@@ -176,7 +176,8 @@ status job_record_observed(job *j)
 {
     const observation *o = observer_sums(j->observer);
     result_observed r;
-    _Static_assert((int)OBSERVE_STEPS == (int)OBSERVED_STEPS && (int)OBSERVE_KINDS == (int)OBSERVED_KINDS, "the same table");
+    _Static_assert((int)OBSERVE_STEPS == (int)OBSERVED_STEPS && (int)OBSERVE_KINDS == (int)OBSERVED_KINDS,
+                   "the same table");
     memcpy(r.overlap_count, o->overlap_count, sizeof r.overlap_count);
     memcpy(r.overlap_sum, o->overlap_sum, sizeof r.overlap_sum);
     memcpy(r.cosine_count, o->cosine_count, sizeof r.cosine_count);

@@ -45,16 +45,17 @@ typedef struct lane {
     /* x [n, H], ids I32 [n, K] ascending with -1 behind the last, weights F32 [n, K]; n is x->used. Borrowed until
      * combine. FAILED when a count and what arrived do not agree. */
     status (*dispatch)(struct lane *l, lane_load *in, const tensor *x, const tensor *ids, const tensor *weights);
-    /* y F32 [n, H], row i the tree's sum of the partials of dispatched row i (zero where it had no edge). A lane may point
-     * y at rows of its own, which hold until the next dispatch. FAILED when rows sent, received and merged do not agree. */
+    /* y F32 [n, H], row i the tree's sum of the partials of dispatched row i (zero where it had no edge). A lane may
+     * point y at rows of its own, which hold until the next dispatch. FAILED when rows sent, received and merged do not
+     * agree. */
     status (*combine)(struct lane *l, tensor *y, const lane_load *out);
     status (*traffic)(struct lane *l, lane_traffic *t);
     void (*close)(struct lane *l); /* accepts NULL */
 } lane;
 
-/* The first two work in host memory: self for one rank, mpi for any number. They borrow rule->tree, the backend and the world.
- * All room is reserved here, for the worst case; what no row ever reaches is never touched, so where untouched pages
- * cost nothing the job pays for what it uses. Opening is not collective: agree on the status. */
+/* The first two work in host memory: self for one rank, mpi for any number. They borrow rule->tree, the backend and the
+ * world. All room is reserved here, for the worst case; what no row ever reaches is never touched, so where untouched
+ * pages cost nothing the job pays for what it uses. Opening is not collective: agree on the status. */
 status lane_self_open(lane **out, const lane_rule *rule, backend *b);
 status lane_mpi_open(lane **out, const lane_rule *rule, backend *b, world *w);
 /* One rank on the CUDA backend: the rows stay where they are. */

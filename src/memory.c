@@ -32,8 +32,8 @@ status memory_measure(memory_plan *out, const model_config *c, const memory_ask 
     out->kv = (double)z.kv;
     out->slots = (double)z.slots;
     out->activations = (double)z.iteration;
-    out->lane = rows * (c->hidden * (double)dtype_bytes(o->activation) * (o->ranks > 1) + 8.0 * c->top_k * (o->ranks > 1) +
-                        4.0 * units * c->hidden);
+    out->lane = rows * (c->hidden * (double)dtype_bytes(o->activation) * (o->ranks > 1) +
+                        8.0 * c->top_k * (o->ranks > 1) + 4.0 * units * c->hidden);
     out->total = out->weights + out->kv + out->slots + out->activations + out->lane;
 out:
     sum_tree_close(tree);
@@ -59,7 +59,8 @@ out:
 
 static double parameters(const model_config *c, int32_t experts)
 {
-    double h = c->hidden, qkv = (double)(c->heads + 2 * c->kv_heads) * c->head_dim, sparse = c->layers - c->dense_layers;
+    double h = c->hidden, qkv = (double)(c->heads + 2 * c->kv_heads) * c->head_dim,
+           sparse = c->layers - c->dense_layers;
     double attention = h * qkv + h * c->heads * c->head_dim, dense = 3.0 * h * c->dense_inner;
     double moe = h * c->experts + 3.0 * h * ((double)experts * c->expert_inner + c->shared_inner);
     return c->layers * attention + c->dense_layers * dense + sparse * moe + h * c->vocab * (c->tied_head ? 1 : 2);
@@ -107,14 +108,14 @@ static void help(void)
 static void print_plan(const model_config *c, const memory_ask *o, const memory_plan *p, int32_t largest)
 {
     const double gb = 1e9;
-    printf("layers       %d, the first %d dense; hidden %d, %d heads, %d key/value heads of %d\n", c->layers, c->dense_layers,
-           c->hidden, c->heads, c->kv_heads, c->head_dim);
+    printf("layers       %d, the first %d dense; hidden %d, %d heads, %d key/value heads of %d\n", c->layers,
+           c->dense_layers, c->hidden, c->heads, c->kv_heads, c->head_dim);
     printf("experts      %d a sparse layer, top %d, %d of %d groups, width %d; shared width %d\n", c->experts, c->top_k,
            c->top_groups, c->groups, c->expert_inner, c->shared_inner);
     printf("parameters   %.1f million, %.1f million active a token\n", parameters(c, c->experts) / 1e6,
            parameters(c, c->top_k) / 1e6);
-    printf("# %d rank%s, batch %d, context %d, %s: bytes of the rank that holds most\n", o->ranks, o->ranks > 1 ? "s" : "", o->batch,
-           o->context, dtype_name(o->activation));
+    printf("# %d rank%s, batch %d, context %d, %s: bytes of the rank that holds most\n", o->ranks,
+           o->ranks > 1 ? "s" : "", o->batch, o->context, dtype_name(o->activation));
     printf("weights      %9.3f GB, routed experts %.3f of it\n", p->weights / gb, p->experts / gb);
     printf("KV pool      %9.3f GB (--context or run --kv-tokens)\n", p->kv / gb);
     printf("slots        %9.3f GB, decoded caches among them (--batch)\n", p->slots / gb);

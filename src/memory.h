@@ -1,5 +1,5 @@
-/* `epoch model DIR`: what a checkpoint holds, and the memory plan of a job on it, computed from config.json alone by the
- * same layouts that a run takes its memory with. */
+/* `epoch model DIR`: what a checkpoint holds, and the memory plan of a job on it, computed from config.json alone by
+ * the same layouts that a run takes its memory with. */
 #ifndef EPOCH_MEMORY_H
 #define EPOCH_MEMORY_H
 

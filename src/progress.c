@@ -85,8 +85,9 @@ static status print_accuracy(results_file *f, const char *path)
     TRY(score_file(&scores, &count, f, &(score_order){.no_programs = true}, quiet));
     for (int64_t i = 0; i < count; i++)
         if (strcmp(scores[i].rule, "numeric") == 0)
-            printf("accuracy     %s %.4f (%lld of %lld rows; 95 %% interval %.3f to %.3f; rule numeric)\n", scores[i].dataset,
-                   scores[i].score, (long long)scores[i].correct, (long long)scores[i].rows, scores[i].low, scores[i].high);
+            printf("accuracy     %s %.4f (%lld of %lld rows; 95 %% interval %.3f to %.3f; rule numeric)\n",
+                   scores[i].dataset, scores[i].score, (long long)scores[i].correct, (long long)scores[i].rows,
+                   scores[i].low, scores[i].high);
     for (int64_t i = 0; i < f->rows; i++)
         programs |= strcmp(f->output[i].row.dataset, "humaneval") == 0;
     if (programs)

@@ -29,8 +29,8 @@ typedef struct resume_rows {
 status resume_keep(resume_rows *out, const results_state *done, const feed_rule *input);
 void resume_rows_close(resume_rows *r);
 
-/* Sets the row to the turn it goes on with, and the answers of those before. *left is false where nothing is left: every
- * turn is recorded, done or failed. */
+/* Sets the row to the turn it goes on with, and the answers of those before. *left is false where nothing is left:
+ * every turn is recorded, done or failed. */
 status resume_row(bool *left, row *r, const results_state *done);
 
 #endif

@@ -124,6 +124,7 @@ static status commit(job *j)
     int64_t bytes;
     backend *b = j->stage.backend;
     TRY(b->mark(b, PHASE_HOST));
+    j->counters.expert_tiles = b->expert_tiles;
     TRY(b->laps(b, j->counters.seconds));
     TRY(job_traffic(j, &bytes));
     j->counters.wall_seconds = job_now() - j->started;
@@ -178,7 +179,8 @@ static status decode(job *j)
         for (int r = 0; r < w->size; r++)
             j->want[r] = j->stage.lane->pulses[r * PULSE + PULSE_WANT];
         if (j->progress)
-            TRY(progress_show(j->progress, pulse_sum(j, PULSE_DONE), pulse_sum(j, PULSE_TOKENS), job_now() - j->started));
+            TRY(progress_show(j->progress, pulse_sum(j, PULSE_DONE), pulse_sum(j, PULSE_TOKENS),
+                              job_now() - j->started));
         if (j->fed && pulse_sum(j, PULSE_BUSY) == 0)
             break;
         if (pulse_sum(j, PULSE_STOP) > 0) {

@@ -84,7 +84,7 @@ typedef struct block_rule {
     int32_t update_every;   /* supports are rebuilt by count every so many hot iterations; 0: never */
     int32_t prefill_blocks; /* most prompt blocks of all slots in one forward */
     int32_t cohort;         /* slots [i * cohort, (i + 1) * cohort) share supports and start blocks together */
-    bool restrict_experts;  /* Atlas on: supports are built, tested and used; off: every layer routes over all experts */
+    bool restrict_experts; /* Atlas on: supports are built, tested and used; off: every layer routes over all experts */
     bool dense_lane;        /* no-lane: every row is dispatched and computed; what the merge takes is unchanged */
 } block_rule;
 
@@ -94,7 +94,8 @@ static inline EPOCH_BOTH int32_t atlas_allowed(int32_t n, float covered_share)
     return (int32_t)((1.0 - (double)covered_share) * n + 1e-5);
 }
 
-/* The Atlas sums scores over rows in fixed point, units of 2^-32, so that no order of rows or threads shows in a support. */
+/* The Atlas sums scores over rows in fixed point, units of 2^-32, so that no order of rows or threads shows in a
+ * support. */
 #define ATLAS_ONE (INT64_C(1) << 32)
 
 static inline EPOCH_BOTH int64_t atlas_fixed(float x)
@@ -115,8 +116,8 @@ static inline EPOCH_BOTH bool slot_update_due(int iteration, int since_update, c
 }
 
 /* The path of a slot that refines a block: a pure function of its counters. Precedence: cold, refresh, hot-update,
- * hot-skip. `age` is that of the cached rows at the last forward; serving them now makes it age + 1, which may be at most
- * refresh_every - 1. */
+ * hot-skip. `age` is that of the cached rows at the last forward; serving them now makes it age + 1, which may be at
+ * most refresh_every - 1. */
 static inline EPOCH_BOTH slot_way slot_path(int iteration, int age, int since_update, const block_rule *r)
 {
     if (iteration == 0)

@@ -14,20 +14,21 @@ static const double WIDEN_MOST = 2e9; /* --weights auto: bytes of fp32 matrices 
 
 /* A special id: the flag, else the added token of that text, else config.json, else the family's constant. What speaks
  * must agree. */
-static status resolve(int32_t *out, const stage *s, const char *flag, int32_t asked, const char *text, int32_t config_id,
-                      int32_t family)
+static status resolve(int32_t *out, const stage *s, const char *flag, int32_t asked, const char *text,
+                      int32_t config_id, int32_t family)
 {
     status st = OK;
     int32_t by_text = tokenizer_control(s->tokenizer, text);
     if (asked >= 0)
         *out = asked;
     else if (by_text >= 0 && config_id >= 0 && by_text != config_id)
-        FAIL(BAD_INPUT, "%s: \"%s\" is id %d in tokenizer.json and %d in config.json: say which with --%s", s->options->model,
-             text, by_text, config_id, flag);
+        FAIL(BAD_INPUT, "%s: \"%s\" is id %d in tokenizer.json and %d in config.json: say which with --%s",
+             s->options->model, text, by_text, config_id, flag);
     else
         *out = by_text >= 0 ? by_text : config_id >= 0 ? config_id : family;
     if (*out >= s->config.vocab)
-        FAIL(BAD_INPUT, "the id of \"%s\" is %d, but the model has %d (vocab_size): set --%s", text, *out, s->config.vocab, flag);
+        FAIL(BAD_INPUT, "the id of \"%s\" is %d, but the model has %d (vocab_size): set --%s", text, *out,
+             s->config.vocab, flag);
 out:
     return st;
 }
@@ -128,8 +129,8 @@ static status check_device(stage *s)
         FAIL(BAD_INPUT, "--device cuda runs on one rank, there are %d: want mpirun -np 1, or --device cpu", size);
     if (o->device == DEVICE_CUDA && o->transport == TRANSPORT_MPI)
         FAIL(BAD_INPUT, "--transport mpi carries rows in host memory: want --transport self with --device cuda");
-    s->cuda = o->device == DEVICE_CUDA ||
-              (o->device == DEVICE_AUTO && size == 1 && o->transport != TRANSPORT_MPI && o->weights != WEIGHTS_F32 && gpus() > 0);
+    s->cuda = o->device == DEVICE_CUDA || (o->device == DEVICE_AUTO && size == 1 && o->transport != TRANSPORT_MPI &&
+                                           o->weights != WEIGHTS_F32 && gpus() > 0);
     if (s->cuda && o->weights == WEIGHTS_F32)
         FAIL(BAD_INPUT, "--weights f32 with --device cuda: matrices are BF16 there");
 out:
@@ -219,21 +220,24 @@ void stage_print(const stage *s, FILE *to)
     executor_rule r = s->rule;
     fprintf(to, "# %s: %d layers (%d sparse), hidden %d, %d experts, top %d\n", s->options->model, c->layers,
             c->layers - c->dense_layers, c->hidden, c->experts, c->top_k);
-    fprintf(to, "%5s %12s %6s %12s %12s %12s %12s\n", "rank", "experts", "slots", "weights MB", "KV MB", "slots MB", "activ. MB");
+    fprintf(to, "%5s %12s %6s %12s %12s %12s %12s\n", "rank", "experts", "slots", "weights MB", "KV MB", "slots MB",
+            "activ. MB");
     for (int rank = 0; rank < s->world->size; rank++) {
         int total = s->options->batch_per_rank ? s->options->batch_per_rank * s->world->size : s->options->batch;
         int32_t slot_count = deal_evenly(total, s->world->size, rank);
         weight_rule wr = s->weight_rule;
         wr.rank = rank;
-        r.page_count = s->rule.slot_count ? (int32_t)((int64_t)s->rule.page_count * slot_count / s->rule.slot_count) : 0;
+        r.page_count =
+            s->rule.slot_count ? (int32_t)((int64_t)s->rule.page_count * slot_count / s->rule.slot_count) : 0;
         r.slot_count = slot_count;
         executor_sizes z = executor_measure(&r, c, s->cuda ? BF16 : F32);
         if (s->options->audit)
             z.iteration += audit_bytes(&r, c, s->cuda ? BF16 : F32);
         char run[32];
         snprintf(run, sizeof run, "%d-%d", s->tree->rank_first[rank], s->tree->rank_first[rank + 1] - 1);
-        fprintf(to, "%5d %12s %6d %12.1f %12.1f %12.1f %12.1f\n", rank, run, slot_count, (double)weights_bytes(c, &wr) / 1e6,
-                (double)z.kv / 1e6, (double)z.slots / 1e6, (double)z.iteration / 1e6);
+        fprintf(to, "%5d %12s %6d %12.1f %12.1f %12.1f %12.1f\n", rank, run, slot_count,
+                (double)weights_bytes(c, &wr) / 1e6, (double)z.kv / 1e6, (double)z.slots / 1e6,
+                (double)z.iteration / 1e6);
     }
 }
 
@@ -244,18 +248,19 @@ json_t *stage_json(const stage *s)
     char hash[17];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)s->checkpoint_hash);
     bool shares = plan_shares(k);
-    json_t *j = json_pack(
-        "{s:s, s:s, s:s, s:i, s:s, s:s, s:s, s:s}", "model", s->options->model, "model_config", s->config.json ? s->config.json : "",
-        "model_hash", hash, "mpi_size", s->world->size, "device", s->cuda ? "cuda" : "cpu", "transport",
-        s->lane ? s->lane->name : "", "weights_dtype", dtype_name(s->weight_rule.matrices), "outputs_depend_on",
-        shares ? "batch, ranks" : "checkpoint and settings alone");
+    json_t *j = json_pack("{s:s, s:s, s:s, s:i, s:s, s:s, s:s, s:s}", "model", s->options->model, "model_config",
+                          s->config.json ? s->config.json : "", "model_hash", hash, "mpi_size", s->world->size,
+                          "device", s->cuda ? "cuda" : "cpu", "transport", s->lane ? s->lane->name : "",
+                          "weights_dtype", dtype_name(s->weight_rule.matrices), "outputs_depend_on",
+                          shares ? "batch, ranks" : "checkpoint and settings alone");
     json_object_set_new(j, "rules",
-                        json_pack("{s:i, s:i, s:i, s:i, s:f, s:i, s:i, s:i, s:b, s:b, s:i, s:f, s:f, s:f, s:i, s:i}", "block_size",
-                                  k->block_size, "mask_id", k->mask_id, "eos_id", k->eos_id, "max_steps", k->max_steps,
-                                  "threshold", (double)k->threshold, "refresh_every", k->refresh_every, "update_every",
-                                  k->update_every, "cohort", shares ? k->cohort : 1, "restrict_experts", k->restrict_experts,
-                                  "dense_lane", k->dense_lane, "atlas_extra", a->extra, "atlas_coverage", (double)a->coverage,
-                                  "atlas_share", (double)a->covered_share, "atlas_mass", (double)a->mass_weight,
-                                  "atlas_budget", a->budget, "atlas_step", a->repair_step));
+                        json_pack("{s:i, s:i, s:i, s:i, s:f, s:i, s:i, s:i, s:b, s:b, s:i, s:f, s:f, s:f, s:i, s:i}",
+                                  "block_size", k->block_size, "mask_id", k->mask_id, "eos_id", k->eos_id, "max_steps",
+                                  k->max_steps, "threshold", (double)k->threshold, "refresh_every", k->refresh_every,
+                                  "update_every", k->update_every, "cohort", shares ? k->cohort : 1, "restrict_experts",
+                                  k->restrict_experts, "dense_lane", k->dense_lane, "atlas_extra", a->extra,
+                                  "atlas_coverage", (double)a->coverage, "atlas_share", (double)a->covered_share,
+                                  "atlas_mass", (double)a->mass_weight, "atlas_budget", a->budget, "atlas_step",
+                                  a->repair_step));
     return j;
 }

@@ -22,7 +22,15 @@ typedef enum phase {
 extern const char *const phase_names[PHASES];
 
 /* Path of a slot in one forward; PATH_NONE: the slot is not in this forward. */
-typedef enum slot_way { PATH_NONE, PATH_PREFILL, PATH_COLD, PATH_REFRESH, PATH_HOT_UPDATE, PATH_HOT_SKIP, PATHS } slot_way;
+typedef enum slot_way {
+    PATH_NONE,
+    PATH_PREFILL,
+    PATH_COLD,
+    PATH_REFRESH,
+    PATH_HOT_UPDATE,
+    PATH_HOT_SKIP,
+    PATHS
+} slot_way;
 
 extern const char *const path_names[PATHS];
 

@@ -26,7 +26,8 @@ out:
 
 const char *json_type_name(const json_t *v)
 {
-    static const char *const names[] = {"an object", "an array", "a string", "an integer", "a number", "true", "false", "null"};
+    static const char *const names[] = {"an object", "an array", "a string", "an integer",
+                                        "a number",  "true",     "false",    "null"};
     return names[json_typeof(v)];
 }
 

@@ -1,4 +1,5 @@
-/* A few helpers over Jansson: typed gets whose messages name the document, the key, what was found and what was wanted. */
+/* A few helpers over Jansson: typed gets whose messages name the document, the key, what was found and what was wanted.
+ */
 #ifndef EPOCH_BASE_JSON_H
 #define EPOCH_BASE_JSON_H
 

@@ -34,7 +34,8 @@ status sum_tree_open(sum_tree **out, int experts, int n_group, int ranks)
     sum_tree *t = NULL;
     *out = NULL;
     if (ranks > experts)
-        FAIL(BAD_INPUT, "%d ranks, but the model has %d experts a layer: start at most %d ranks", ranks, experts, experts);
+        FAIL(BAD_INPUT, "%d ranks, but the model has %d experts a layer: start at most %d ranks", ranks, experts,
+             experts);
     if (experts > SUM_TREE_EXPERTS)
         FAIL(BAD_INPUT, "%d experts a layer, at most %d are supported", experts, SUM_TREE_EXPERTS);
     t = calloc(1, sizeof *t);
@@ -153,8 +154,8 @@ void sum_tree_fold(const sum_tree *t, float *y, const float *const *term, int64_
     take(y, node(t, &s, 0, t->shards, y, scratch), n);
 }
 
-void sum_tree_unit(const sum_tree *t, int u, float *y, const int32_t *id, const float *const *term, int edges, int64_t n,
-                   float *scratch)
+void sum_tree_unit(const sum_tree *t, int u, float *y, const int32_t *id, const float *const *term, int edges,
+                   int64_t n, float *scratch)
 {
     const sum_unit *unit = &t->unit[u];
     int from = 0, to = edges;

@@ -33,17 +33,19 @@ typedef struct sum_tree {
     int32_t *rank_of;    /* [experts] */
 } sum_tree;
 
-/* Builds the tree and the deal. BAD_INPUT: more ranks than experts. Owned by the caller; sum_tree_close accepts NULL. */
+/* Builds the tree and the deal. BAD_INPUT: more ranks than experts. Owned by the caller; sum_tree_close accepts NULL.
+ */
 status sum_tree_open(sum_tree **out, int experts, int n_group, int ranks);
 void sum_tree_close(sum_tree *t);
 
 /* y[0..n) = the sum of the present terms of expert range or unit range, in the tree's order.
  * sum_tree_fold: over all units; term[u] is unit u's row of n floats, or NULL if absent.
- * sum_tree_unit: inside unit u, over edges: id[j] ascending expert ids (only those inside the unit count), term[j] their
- * weighted rows. `scratch` holds sum_tree_scratch(t) * n floats. Nothing present: y is zero. y may not alias a term. */
+ * sum_tree_unit: inside unit u, over edges: id[j] ascending expert ids (only those inside the unit count), term[j]
+ * their weighted rows. `scratch` holds sum_tree_scratch(t) * n floats. Nothing present: y is zero. y may not alias a
+ * term. */
 int sum_tree_scratch(const sum_tree *t);
 void sum_tree_fold(const sum_tree *t, float *y, const float *const *term, int64_t n, float *scratch);
-void sum_tree_unit(const sum_tree *t, int u, float *y, const int32_t *id, const float *const *term, int edges, int64_t n,
-                   float *scratch);
+void sum_tree_unit(const sum_tree *t, int u, float *y, const int32_t *id, const float *const *term, int edges,
+                   int64_t n, float *scratch);
 
 #endif

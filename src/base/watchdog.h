@@ -1,8 +1,8 @@
 /* A job that no longer moves ends, and says where each rank was.
  *
  * The thread that works leaves its place in a heartbeat; a second thread looks at it, and through a small shared file
- * at those of the other ranks. One rank that stops soon stops them all, for they wait for it in the next exchange; and a
- * rank that is slow but moves excuses those that wait for it. So the job is stuck once every rank has been silent for
+ * at those of the other ranks. One rank that stops soon stops them all, for they wait for it in the next exchange; and
+ * a rank that is slow but moves excuses those that wait for it. So the job is stuck once every rank has been silent for
  * longer than its stage allows. One rank then writes the message, the processes try `abort`, and leave with exit code 3
  * (FAILED): this and main.c are the places that print an error and end the process. Time in which the process itself
  * was stopped does not count. */

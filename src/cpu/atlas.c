@@ -1,7 +1,7 @@
 /* Expert Atlas on the CPU: the coverage test and the construction of a support, per cohort and layer.
  *
- * For each fresh row t: I[t,j], W[t,j] its K + m best experts under the model's rule on unmasked scores. Sums along a row
- * are fp32, in order; sums over rows are in fixed point (atlas_fixed): a twin can repeat them bit for bit.
+ * For each fresh row t: I[t,j], W[t,j] its K + m best experts under the model's rule on unmasked scores. Sums along a
+ * row are fp32, in order; sums over rows are in fixed point (atlas_fixed): a twin can repeat them bit for bit.
  *
  *     r_t = alpha * sum_{j<K} W[t,j]          C_t(S) = sum_{j: I[t,j] in S} W[t,j]
  *     p_e = sum of W over all candidate edges of e; S starts as the B most popular experts

@@ -28,7 +28,6 @@ typedef struct cpu {
     float angle_theta;
     double seconds[PHASES];
     struct timespec last; /* of the last mark */
-    int64_t expert_tiles; /* computed so far; each of up to EXPERT_TILE rows */
 } cpu;
 
 static inline cpu *cpu_of(const backend *b)

@@ -173,7 +173,7 @@ status cpu_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, co
     w.edge = piece(&at, (size_t)places * sizeof(int32_t));
     w.place = piece(&at, (size_t)edges * sizeof(int32_t));
     sort_edges(&w, ids, tokens, e);
-    c->expert_tiles += w.start[e->count] / EXPERT_TILE;
+    b->expert_tiles += w.start[e->count] / EXPERT_TILE;
     experts_task t = {c, &w, y, x, ids, weights, e};
     double work = (double)w.start[e->count] * (double)x->cols;
     cpu_parallel(c, work * e->inner * 3 * 0.02, w.task_start[e->count], expert_runs, &t);

@@ -19,8 +19,8 @@ void cpu_pool_close(cpu_pool *p);
 
 /* Does the tasks [0, count) in runs of `run` and returns when all are done. Thread i begins with the i-th part of them,
  * as long as the others, so that calls of the same count find rows where the last one left them, in that core's cache;
- * then it helps the others with theirs. What was written before the call is seen by the tasks, and what they wrote after
- * it. One thread, or one run: a plain call. Only one thread may call, and no task. */
+ * then it helps the others with theirs. What was written before the call is seen by the tasks, and what they wrote
+ * after it. One thread, or one run: a plain call. Only one thread may call, and no task. */
 void cpu_pool_run(cpu_pool *p, int64_t count, int64_t run, cpu_task *task, void *arg);
 
 /* The cores that this process may run on (its affinity), at least 1. */

@@ -129,8 +129,8 @@ status cpu_rows(backend *b, batch *out, slots *s, plans *p, const block_rule *r)
     return OK;
 }
 
-/* The decision rule (greedy threshold decoding): positions to commit of a block's live ones. best[k] belongs to the k-th
- * live position. *forced counts those that only the step limit let through. pace >= 0: so many, the lowest. */
+/* The decision rule (greedy threshold decoding): positions to commit of a block's live ones. best[k] belongs to the
+ * k-th live position. *forced counts those that only the step limit let through. pace >= 0: so many, the lowest. */
 static uint64_t decide(const slot *sl, uint64_t live, const head_best *best, const block_rule *r, int32_t pace,
                        int32_t *forced)
 {

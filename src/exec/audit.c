@@ -238,7 +238,8 @@ status audit_after(audit *a, audit_slot *found)
     TRY(live_rows(real, a->real_live, &live));
     TRY(live_rows(exact, a->exact_live, &exact_live));
     if (live != exact_live || memcmp(a->real_live, a->exact_live, (size_t)live * sizeof *a->real_live) != 0)
-        FAIL(FAILED, "--audit: %d live rows, the dense executor has %d, or other ones: they started from different slots", live,
+        FAIL(FAILED,
+             "--audit: %d live rows, the dense executor has %d, or other ones: they started from different slots", live,
              exact_live);
     TRY(b->download(b, a->slot_of, &real->batch.slot));
     TRY(b->download(b, a->position, &real->batch.position));

@@ -12,10 +12,10 @@
  * d < margin means: the same best token, and on the same side of tau. What a row's block mates do matters too:
  *  - Some row passes tau. A row that does not is left masked as long as any other still passes: it counts as held only
  *    where a passing row holds its own margin too.
- *  - No row passes: the one of highest L, b, commits alone. Both it and a rival may move by 2 d, in opposite directions,
- *    so the margin is also at most 1/2 (gap / 2 - slack), half of what one row alone would need; gap is L_b - L, and for
- *    b itself to the best rival. With d < margin at both, b stays ahead: L of b stays above, L of the other below the
- *    middle between L_b and b's best rival. A rival counts as held where b holds too; b only where all rows do.
+ *  - No row passes: the one of highest L, b, commits alone. Both it and a rival may move by 2 d, in opposite
+ * directions, so the margin is also at most 1/2 (gap / 2 - slack), half of what one row alone would need; gap is L_b -
+ * L, and for b itself to the best rival. With d < margin at both, b stays ahead: L of b stays above, L of the other
+ * below the middle between L_b and b's best rival. A rival counts as held where b holds too; b only where all rows do.
  * Then held implies decided alike, without exception, also in the iteration of the step limit, in which only the best
  * token matters.
  *
@@ -57,7 +57,8 @@ typedef struct audit_row {
     bool held;           /* by audit_judge */
 } audit_row;
 
-/* Sets difference, lead and odds from the logits [vocab] of both executors. A logit that is no number makes d infinite. */
+/* Sets difference, lead and odds from the logits [vocab] of both executors. A logit that is no number makes d infinite.
+ */
 void audit_compare(audit_row *r, const float *exact, const float *real, int32_t vocab, int32_t mask_id);
 /* Sets margin and held of all live rows of a block. */
 void audit_judge(audit_row *row, int rows, float threshold);

@@ -129,7 +129,8 @@ out:
 }
 
 /* An executor that holds no memory of the backend yet. */
-static status prepare(executor **out, const executor_rule *r, const model_config *c, const weights *w, backend *b, lane *l)
+static status prepare(executor **out, const executor_rule *r, const model_config *c, const weights *w, backend *b,
+                      lane *l)
 {
     status st = OK;
     executor *x = *out = calloc(1, sizeof *x);
@@ -159,7 +160,8 @@ out:
     return st;
 }
 
-status executor_open(executor **out, const executor_rule *r, const model_config *c, const weights *w, backend *b, lane *l)
+status executor_open(executor **out, const executor_rule *r, const model_config *c, const weights *w, backend *b,
+                     lane *l)
 {
     status st = OK;
     executor *x = NULL;

@@ -39,7 +39,8 @@ typedef struct executor {
     void *record;          /* the backend's, of a forward, where the lane may be recorded */
     int spoiled;           /* a slot whose activations a test makes no numbers; -1, as opened: none */
     heartbeat *heart;      /* beats with every phase of a layer; NULL, as opened: nobody listens */
-    struct observer *observer; /* sees every sparse layer's routed outputs (exec/observe.h); NULL, as opened: nobody looks */
+    struct observer
+        *observer; /* sees every sparse layer's routed outputs (exec/observe.h); NULL, as opened: nobody looks */
     attention_rule attention;
     route_rule route;
     slots slots;
@@ -62,7 +63,8 @@ typedef struct executor_sizes {
 executor_sizes executor_measure(const executor_rule *r, const model_config *c, dtype activation);
 
 /* Borrows all it is given. FAILED: no memory, naming the arena and the flag that shrinks it. close accepts NULL. */
-status executor_open(executor **out, const executor_rule *r, const model_config *c, const weights *w, backend *b, lane *l);
+status executor_open(executor **out, const executor_rule *r, const model_config *c, const weights *w, backend *b,
+                     lane *l);
 void executor_close(executor *x);
 /* The exact dense executor in the shadow of another: every row fresh, all experts. Slots, plans and activations are its
  * own, and whoever drives it fills the slots before each forward (exec/audit.h); never admit to it. Weights, backend,

@@ -6,7 +6,8 @@
 status pages_open(page_table *p, int32_t page_count, int32_t slot_count, int32_t max_blocks)
 {
     status st = OK;
-    *p = (page_table){.page_count = page_count, .free_count = page_count, .slot_count = slot_count, .max_blocks = max_blocks};
+    *p = (page_table){
+        .page_count = page_count, .free_count = page_count, .slot_count = slot_count, .max_blocks = max_blocks};
     p->free = malloc(sizeof *p->free * (size_t)(page_count + 1));
     p->held = malloc(sizeof *p->held * ((size_t)slot_count * (size_t)max_blocks + 1));
     p->held_count = calloc((size_t)slot_count + 1, sizeof *p->held_count);

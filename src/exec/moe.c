@@ -1,5 +1,5 @@
-/* The MLP half of a layer. A sparse layer is a full shard in, a full shard out: the compacted rows never leave this file
- * and the lane. */
+/* The MLP half of a layer. A sparse layer is a full shard in, a full shard out: the compacted rows never leave this
+ * file and the lane. */
 #include "src/exec/executor.h"
 #include "src/exec/observe.h"
 
@@ -44,7 +44,8 @@ status moe_layer(executor *x, int layer, int sparse)
     TRY(executor_mark(x, layer, PHASE_ROUTE));
     TRY(b->support(b, &x->plans, sparse, &v->z, &w->router_bias, &x->batch, &x->slots, &x->route, &x->rule.atlas, k));
     TRY(executor_mark(x, layer, PHASE_COVERAGE));
-    TRY(b->route(b, &v->ids, &v->weights, &v->z, &w->router_bias, &x->plans, sparse, &x->batch, &x->slots, &x->route, k));
+    TRY(b->route(b, &v->ids, &v->weights, &v->z, &w->router_bias, &x->plans, sparse, &x->batch, &x->slots, &x->route,
+                 k));
     TRY(executor_mark(x, layer, PHASE_ROUTE));
     TRY(x->lane->dispatch(x->lane, &here, &v->x_fresh, &v->ids, &v->weights));
     TRY(executor_mark(x, layer, PHASE_DISPATCH));

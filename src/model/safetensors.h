@@ -4,8 +4,8 @@
  * A header is checked whole before anything in it is trusted: its length against the file and a cap of 100 MB, JSON
  * without repeated names, dtypes (F32, F16, BF16, I32, U8; another is refused by name), at most four dimensions, shape
  * times dtype equal to the bytes, and the tensors filling the data part exactly: no overlap, no hole, nothing behind
- * the last one, each aligned to its dtype. An index and its shards must name the same tensors. What is not guarded against
- * is a file that shrinks while it is open. */
+ * the last one, each aligned to its dtype. An index and its shards must name the same tensors. What is not guarded
+ * against is a file that shrinks while it is open. */
 #ifndef EPOCH_MODEL_SAFETENSORS_H
 #define EPOCH_MODEL_SAFETENSORS_H
 

@@ -52,9 +52,10 @@ status weights_check(const model_config *c, const char *dir, const weight_rule *
  * follows from; where the backend has too little memory, its status. While copying, a few MB of the files are resident.
  * Owned by the caller; close accepts NULL. */
 status weights_open(weights **out, const model_config *c, const char *dir, backend *b, const weight_rule *r);
-/* Weights of that shape without a checkpoint: random by seed, matrices of variance 1 / width, norms 1; the router's bias
- * random in [-skew, skew), or 0. */
-status weights_random(weights **out, const model_config *c, backend *b, const weight_rule *r, uint64_t seed, float skew);
+/* Weights of that shape without a checkpoint: random by seed, matrices of variance 1 / width, norms 1; the router's
+ * bias random in [-skew, skew), or 0. */
+status weights_random(weights **out, const model_config *c, backend *b, const weight_rule *r, uint64_t seed,
+                      float skew);
 void weights_close(weights *w);
 
 #endif

@@ -28,9 +28,11 @@ status plan_rules(block_rule *k, atlas_rule *a, const plan_settings *s, const mo
                       .budget = budget < c->experts ? budget : c->experts,
                       .repair_step = s->step >= 0 ? at_least_one(s->step) : at_least_one(budget / 8)};
     if (k->block_size > BLOCK_MOST)
-        FAIL(BAD_INPUT, "config.json: block_length is %d, want at most %d (--block-size overrides)", k->block_size, BLOCK_MOST);
+        FAIL(BAD_INPUT, "config.json: block_length is %d, want at most %d (--block-size overrides)", k->block_size,
+             BLOCK_MOST);
     if (k->restrict_experts && a->budget < c->top_k)
-        FAIL(BAD_INPUT, "--atlas-budget is %d, want at least %d, the experts of a token (num_experts_per_tok)", budget, c->top_k);
+        FAIL(BAD_INPUT, "--atlas-budget is %d, want at least %d, the experts of a token (num_experts_per_tok)", budget,
+             c->top_k);
 out:
     return st;
 }

@@ -59,7 +59,8 @@ static void decide(int *out, float (*z)[VOCAB], double tau)
         out[r] = (any ? p[r] > tau : r == single) ? id[r] + 1 : 0;
 }
 
-/* Moves a row by d: up or down as a whole (all but its best against it, which moves L by 2 d), or each logit by chance. */
+/* Moves a row by d: up or down as a whole (all but its best against it, which moves L by 2 d), or each logit by chance.
+ */
 static void move(float *to, const float *from, double d)
 {
     int best = MASK == 0, way = (int)(chance() * 3);
@@ -104,12 +105,12 @@ static void test_held_is_alike(void **unused)
             different += a[r] != b[r];
             edge += judged[r].held && judged[r].difference > 0.99 * judged[r].margin;
             if (judged[r].held && a[r] != b[r])
-                fail_msg("case %d, row %d, tau %g: held (difference %g, margin %g), yet decided otherwise", n, r, (double)tau,
-                         judged[r].difference, judged[r].margin);
+                fail_msg("case %d, row %d, tau %g: held (difference %g, margin %g), yet decided otherwise", n, r,
+                         (double)tau, judged[r].difference, judged[r].margin);
         }
     }
-    print_message("%d of %d rows held, %d of them at the edge of their margin; %d decided otherwise\n", held, CASES * ROWS, edge,
-                  different);
+    print_message("%d of %d rows held, %d of them at the edge of their margin; %d decided otherwise\n", held,
+                  CASES * ROWS, edge, different);
     assert_true(edge > CASES && different > CASES / 10);
 }
 
@@ -119,7 +120,8 @@ static void test_edges(void **unused)
     float z[VOCAB] = {1, 0, 0, 9, 0, 0, 0}, y[VOCAB] = {1, 0, 0, 9.5f, 0, 0, 0};
     audit_row r;
     audit_compare(&r, z, y, VOCAB, MASK); /* the mask id is never chosen, but it is in the sum and in the difference */
-    assert_true(fabs(r.difference - 0.5) < 1e-6 && fabs(r.lead - 1) < 1e-6 && fabs(r.odds + 8 + log1p(5 * exp(-9.0))) < 1e-6);
+    assert_true(fabs(r.difference - 0.5) < 1e-6 && fabs(r.lead - 1) < 1e-6 &&
+                fabs(r.odds + 8 + log1p(5 * exp(-9.0))) < 1e-6);
     audit_judge(&r, 1, 0.95f);
     assert_true(fabs(r.margin - 0.5) < 1e-3); /* alone: by its lead */
     y[2] = NAN;
@@ -216,8 +218,9 @@ static void test_relaxed_modes(void **unused)
         decoded d[PROMPTS];
         audit_slot a;
         decode(d, modes[m].prompts, &a, tiny_settings(modes[m].mode));
-        print_message("%s: %d live rows, held %.4f, decided alike %.4f, largest difference %.3g logits\n", modes[m].name, a.live,
-                      (double)a.held / a.live, (double)a.same / a.live, (double)a.max_difference);
+        print_message("%s: %d live rows, held %.4f, decided alike %.4f, largest difference %.3g logits\n",
+                      modes[m].name, a.live, (double)a.held / a.live, (double)a.same / a.live,
+                      (double)a.max_difference);
         assert_int_equal(a.broken, 0);
         assert_true(a.max_difference > 0.01f);
         assert_true(a.held > a.live / 10 && a.held < a.live);

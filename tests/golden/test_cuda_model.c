@@ -1,5 +1,5 @@
-/* Whole models on the CUDA backend: the golden checkpoint's vectors in BF16 arithmetic, forwards side by side with the CPU
- * backend, and the exactness statements of the runtime, token for token. */
+/* Whole models on the CUDA backend: the golden checkpoint's vectors in BF16 arithmetic, forwards side by side with the
+ * CPU backend, and the exactness statements of the runtime, token for token. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -56,8 +56,8 @@ static void near_logits(const float *have, const stored_tensor *t, int rows, int
         largest = most > largest ? most : largest;
     }
     double rms = sqrt(sum / (double)((rows - elsewhere) * vocab));
-    print_message("%-24s rms %.3f (at most 0.1), largest %.3f, %d of %d rows routed elsewhere (at most 2)\n", t->name, rms, largest,
-                  elsewhere, rows);
+    print_message("%-24s rms %.3f (at most 0.1), largest %.3f, %d of %d rows routed elsewhere (at most 2)\n", t->name,
+                  rms, largest, elsewhere, rows);
     assert_true(rms <= 0.1 && elsewhere <= 2);
 }
 
@@ -168,7 +168,8 @@ static int count_of(const harness *h, int which)
 }
 
 /* Every forward of these prompts on both backends from the same state: how often the head agrees. */
-static void side_by_side(const char *dir, const plan_settings *s, prompts *p, int slot_count, double same_most, double off_most)
+static void side_by_side(const char *dir, const plan_settings *s, prompts *p, int slot_count, double same_most,
+                         double off_most)
 {
     harness cpu, gpu;
     open_on(&cpu, false, dir, s, slot_count);
@@ -215,8 +216,9 @@ static void side_by_side(const char *dir, const plan_settings *s, prompts *p, in
         force(&gpu, &cpu);
         forwards++;
     }
-    print_message("%d forwards, %d live rows: another token in %.2f %% (at most %.1f), confidence off by %.4f (at most %.3f)\n",
-                  forwards, rows, 100.0 * differ / rows, 100 * same_most, off / rows, off_most);
+    print_message(
+        "%d forwards, %d live rows: another token in %.2f %% (at most %.1f), confidence off by %.4f (at most %.3f)\n",
+        forwards, rows, 100.0 * differ / rows, 100 * same_most, off / rows, off_most);
     assert_true(rows > 100 && differ <= same_most * rows && off / rows <= off_most);
     free(a), free(b), free(rep);
     harness_close(&gpu);
@@ -318,7 +320,8 @@ static void test_demo(void **state)
     int same = 0;
     for (int i = 0; i < p.count; i++) {
         int32_t n, *want = ints(json_object_get(demo_case(&p, i), "output_ids"), &n);
-        same += (int32_t)p.d[i].flight.answer.count == n && memcmp(p.d[i].flight.answer.id, want, sizeof *want * (size_t)n) == 0;
+        same += (int32_t)p.d[i].flight.answer.count == n &&
+                memcmp(p.d[i].flight.answer.id, want, sizeof *want * (size_t)n) == 0;
         free(want);
     }
     print_message("%d of %d answers are the fp32 reference's, token for token\n", same, p.count);
@@ -329,8 +332,8 @@ static void test_demo(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_forward), cmocka_unit_test(test_beside_the_cpu),
-                                       cmocka_unit_test(test_any_batch), cmocka_unit_test(test_modes_without_relaxation),
-                                       cmocka_unit_test(test_demo)};
+                                       cmocka_unit_test(test_any_batch),
+                                       cmocka_unit_test(test_modes_without_relaxation), cmocka_unit_test(test_demo)};
     if (backend_cuda_devices() == 0) {
         printf("skipped: no GPU is visible\n");
         return NO_GPU;

@@ -139,7 +139,8 @@ static void test_tiny_demo(void **state)
         char name[64];
         snprintf(name, sizeof name, "%s %d", json_string_value(json_object_get(c, "dataset")), number(c, "index"));
         int32_t n, *want = ints(json_object_get(c, "output_ids"), &n);
-        if ((int32_t)d[i].flight.answer.count != n || memcmp(d[i].flight.answer.id, want, sizeof *want * (size_t)n) != 0)
+        if ((int32_t)d[i].flight.answer.count != n ||
+            memcmp(d[i].flight.answer.id, want, sizeof *want * (size_t)n) != 0)
             fail_msg("%s: other tokens", name);
         assert_int_equal(d[i].flight.iterations, number(c, "iterations"));
         assert_int_equal(d[i].flight.blocks, number(c, "blocks"));

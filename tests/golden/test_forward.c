@@ -119,8 +119,8 @@ static void test_block_causal(void **state)
         for (int k = 0; k < 4; k++)
             for (int j = 0; j < 4; j++)
                 if (order[j] == want[k])
-                    assert_true(fabsf(((float *)x->a.weights.data)[4 * i + k] - ((const float *)weights_of->data)[4 * i + j]) <
-                                2e-6f);
+                    assert_true(fabsf(((float *)x->a.weights.data)[4 * i + k] -
+                                      ((const float *)weights_of->data)[4 * i + j]) < 2e-6f);
     }
     must(attention_layer(x, 2));
     must(moe_layer(x, 2, 1));

@@ -21,8 +21,8 @@ static float uniform(void)
 
 /* W of row t for each expert, 0 where it is no candidate; sum_k: the sum of the K best. By the model's rule in plain
  * loops: the K + m largest s + bias among the kept groups, ties to the lower id. */
-static void naive_candidates(const float *z, const float *bias, const route_rule *r, int width, float *w, bool *candidate,
-                             bool *top, float *sum_k)
+static void naive_candidates(const float *z, const float *bias, const route_rule *r, int width, float *w,
+                             bool *candidate, bool *top, float *sum_k)
 {
     float c[MOST_EXPERTS], group[MOST_EXPERTS];
     bool kept[MOST_EXPERTS] = {false};
@@ -79,7 +79,11 @@ static void draw(problem *p, int experts, int groups, int top_groups, int top_k,
 {
     memset(p, 0, sizeof *p);
     p->rows = rows;
-    p->route = (route_rule){.experts = experts, .top_k = top_k, .groups = groups, .top_groups = top_groups, .scale = 2.5f,
+    p->route = (route_rule){.experts = experts,
+                            .top_k = top_k,
+                            .groups = groups,
+                            .top_groups = top_groups,
+                            .scale = 2.5f,
                             .normalise = true};
     p->atlas = (atlas_rule){.extra = rand() % (top_k + 1),
                             .coverage = 0.5f + 0.5f * uniform(),
@@ -95,7 +99,8 @@ static void draw(problem *p, int experts, int groups, int top_groups, int top_k,
         if (t > 0 && uniform() < 0.1f)
             memcpy(p->z[t], p->z[t - 1], sizeof p->z[t]); /* equal rows: ties */
         float sum;
-        naive_candidates(p->z[t], p->bias, &p->route, top_k + p->atlas.extra, p->w[t], p->candidate[t], p->top[t], &sum);
+        naive_candidates(p->z[t], p->bias, &p->route, top_k + p->atlas.extra, p->w[t], p->candidate[t], p->top[t],
+                         &sum);
         p->floor[t] = p->atlas.coverage * sum;
     }
 }
@@ -177,7 +182,8 @@ static bool naive_build(const problem *p, bool *s, bool *close)
 typedef struct stand {
     backend *b;
     slot slot[3];
-    int32_t support[MOST_EXPERTS / 32 + 1], slot_of[MOST_ROWS], position[MOST_ROWS], role[MOST_ROWS], fresh[MOST_ROWS], count[4];
+    int32_t support[MOST_EXPERTS / 32 + 1], slot_of[MOST_ROWS], position[MOST_ROWS], role[MOST_ROWS], fresh[MOST_ROWS],
+        count[4];
     layer_log log;
     slots s;
     plans p;
@@ -192,7 +198,8 @@ static void raise_stand(stand *t, problem *p, slot_way way)
     assert_int_equal(backend_cpu_open(&t->b, 1), OK);
     t->k = (block_rule){.block_size = B, .refresh_every = 5, .cohort = 3, .restrict_experts = true};
     for (int i = 0; i < 3; i++)
-        t->slot[i] = (slot){.path = i * B < p->rows ? way : PATH_NONE, .iteration = way == PATH_COLD ? 0 : 1, .fresh = ~0ull};
+        t->slot[i] =
+            (slot){.path = i * B < p->rows ? way : PATH_NONE, .iteration = way == PATH_COLD ? 0 : 1, .fresh = ~0ull};
     for (int i = 0; i < p->rows; i++) {
         t->slot_of[i] = i / B;
         t->position[i] = i % B;
@@ -319,7 +326,8 @@ static void test_coverage(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_construction), cmocka_unit_test(test_nothing_useless_is_added),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_construction),
+                                       cmocka_unit_test(test_nothing_useless_is_added),
                                        cmocka_unit_test(test_coverage)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

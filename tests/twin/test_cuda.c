@@ -47,8 +47,8 @@ static void open_life(life *x, int slot_count, int blocks, block_rule k, int lay
     for (int i = 0; i < 6; i++)
         *list[i] = fixture_ints(rows, 1);
     x->in.span = fixture_ints(rows / k.block_size, 4);
-    x->best = tensor_of(calloc((size_t)(slot_count * k.block_size), sizeof(head_best)), U8, (int64_t)slot_count * k.block_size,
-                        sizeof(head_best));
+    x->best = tensor_of(calloc((size_t)(slot_count * k.block_size), sizeof(head_best)), U8,
+                        (int64_t)slot_count * k.block_size, sizeof(head_best));
 }
 
 /* The lists, in the order of batch's counters: 0 row_count, 1 span_count, 2 fresh_count, 3 live_count. */
@@ -74,8 +74,9 @@ static life mirror_life(life *x)
 
 static void close_life(life *x)
 {
-    tensor *all[] = {&x->s.slot, &x->s.report, &x->s.token, &x->s.page, &x->in.count, &x->in.token, &x->in.position, &x->in.slot,
-                     &x->in.role, &x->in.fresh, &x->in.live, &x->in.span, &x->best, &x->p.support, &x->p.log};
+    tensor *all[] = {&x->s.slot,   &x->s.report,    &x->s.token, &x->s.page,    &x->in.count,
+                     &x->in.token, &x->in.position, &x->in.slot, &x->in.role,   &x->in.fresh,
+                     &x->in.live,  &x->in.span,     &x->best,    &x->p.support, &x->p.log};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]->data);
 }
@@ -253,7 +254,8 @@ static void test_embed(void **state)
     (void)state;
     for (int k = 0; k < SHAPES; k++) {
         int rows = shapes[k].rows, cols = shapes[k].in, vocab = shapes[k].out;
-        tensor table = fixture_tensor(vocab, cols, 1), y = fixture_tensor(rows + 1, cols, 1), ids = fixture_ints(rows + 1, 1);
+        tensor table = fixture_tensor(vocab, cols, 1), y = fixture_tensor(rows + 1, cols, 1),
+               ids = fixture_ints(rows + 1, 1);
         for (int i = 0; i < rows; i++)
             *int_at(&ids, i) = i == 0 ? vocab - 1 : rand() % vocab;
         int32_t used = rows;
@@ -304,12 +306,14 @@ static void test_pack(void **state)
     (void)state;
     for (int k = 0; k < SHAPES; k++) {
         int rows = shapes[k].rows, cols = shapes[k].in, count = 0;
-        tensor full = fixture_tensor(rows, cols, 1), packed = fixture_tensor(rows + 1, cols, 1), list = fixture_ints(rows + 1, 1);
+        tensor full = fixture_tensor(rows, cols, 1), packed = fixture_tensor(rows + 1, cols, 1),
+               list = fixture_ints(rows + 1, 1);
         for (int i = 0; i < rows; i++)
             if (rand() % 3)
                 *int_at(&list, count++) = i;
         list.used = &count;
-        tensor gf = mirror(&full), gp = mirror(&packed), gl = mirror_same(&list), have = fixture_tensor(rows + 1, cols, 1);
+        tensor gf = mirror(&full), gp = mirror(&packed), gl = mirror_same(&list),
+               have = fixture_tensor(rows + 1, cols, 1);
         must_be(both.cpu->pack(both.cpu, &packed, &full, &list));
         must_be(both.gpu->pack(both.gpu, &gp, &gf, &gl));
         mirror_read(&have, &gp);
@@ -367,7 +371,8 @@ static void test_norm(void **state)
     for (int k = 0; k < SHAPES; k++) {
         int rows = shapes[k].rows, cols = shapes[k].in;
         int32_t used = rows;
-        tensor x = fixture_tensor(rows + 1, cols, 3), y = fixture_tensor(rows + 1, cols, 1), w = fixture_tensor(1, cols, 1);
+        tensor x = fixture_tensor(rows + 1, cols, 3), y = fixture_tensor(rows + 1, cols, 1),
+               w = fixture_tensor(1, cols, 1);
         tensor have = fixture_tensor(rows + 1, cols, 1);
         x.used = &used;
         tensor gx = k % 3 ? mirror(&x) : mirror_as(&x, BF16, cols + 1), gy = mirror(&y), gw = mirror_same(&w);
@@ -388,8 +393,9 @@ static void test_rotate(void **state)
     (void)state;
     enum { SLOTS = 3, BLOCKS = 5, LAYERS = 2 };
     static const attention_rule rules[] = {
-        {4, 2, 16, 8, 10000, 1e-6f, true, 8},   {2, 1, 64, 64, 600000, 1e-5f, true, 32}, {3, 3, 128, 64, 600000, 1e-6f, true, 5},
-        {2, 2, 256, 128, 1e4f, 1e-6f, true, 4}, {4, 1, 128, 128, 1e4f, 1e-6f, false, 8}, {1, 1, 40, 20, 1e4f, 1e-6f, true, 3},
+        {4, 2, 16, 8, 10000, 1e-6f, true, 8},    {2, 1, 64, 64, 600000, 1e-5f, true, 32},
+        {3, 3, 128, 64, 600000, 1e-6f, true, 5}, {2, 2, 256, 128, 1e4f, 1e-6f, true, 4},
+        {4, 1, 128, 128, 1e4f, 1e-6f, false, 8}, {1, 1, 40, 20, 1e4f, 1e-6f, true, 3},
         {2, 1, 64, 20, 1e4f, 1e-6f, true, 8}};
     for (size_t n = 0; n < sizeof rules / sizeof *rules; n++) {
         const attention_rule *r = &rules[n];
@@ -399,7 +405,8 @@ static void test_rotate(void **state)
         const fixture_block blocks[] = {{0, 1, true}, {0, 2, false}, {1, 4, false}, {2, 0, false}};
         fixture_batch(&f, blocks, 4, true);
         mirror_fixture(&g, &f);
-        tensor qkv = fixture_tensor(f.count[0] + 1, width, 2), qn = fixture_tensor(1, d, 1), kn = fixture_tensor(1, d, 1);
+        tensor qkv = fixture_tensor(f.count[0] + 1, width, 2), qn = fixture_tensor(1, d, 1),
+               kn = fixture_tensor(1, d, 1);
         kv_pool pool = {.page_count = f.page_count}, gpool = pool;
         pool.k = fixture_tensor((int64_t)LAYERS * f.page_count * r->block_size, r->kv_heads * d, 1);
         pool.v = fixture_tensor(pool.k.rows, pool.k.cols, 1);
@@ -488,7 +495,8 @@ static void test_route(void **state)
             if (trial == 0 && fresh > 0)
                 at(&z, 0)[rand() % r->experts] = NAN; /* is never chosen */
             *int_at(&ids, fresh) = 77;
-            tensor gz = mirror_same(&z), gbias = mirror_same(&bias), gw = mirror_same(&weights), gids = mirror_same(&ids);
+            tensor gz = mirror_same(&z), gbias = mirror_same(&bias), gw = mirror_same(&weights),
+                   gids = mirror_same(&ids);
             plans gp = mirror_plans(&p);
             must_be(both.cpu->route(both.cpu, &ids, &weights, &z, &bias, &p, layer, &f.in, &f.s, r, &k));
             must_be(both.gpu->route(both.gpu, &gids, &gw, &gz, &gbias, &gp, layer, &g.in, &g.s, r, &k));
@@ -510,12 +518,18 @@ static void test_support(void **state)
     for (int n = 0; n < RULES; n++)
         for (int trial = 0; trial < 9; trial++) {
             const route_rule *r = &rules[n];
-            block_rule k = {.block_size = SIZE, .cohort = cohorts[trial % 3], .restrict_experts = true, .refresh_every = 5,
-                            .update_every = trial == 5 ? 2 : 0, .dense_lane = trial == 4};
-            atlas_rule a = {.extra = rand() % (r->top_k + 1), .coverage = 0.5f + 0.25f * (fixture_random() + 1),
+            block_rule k = {.block_size = SIZE,
+                            .cohort = cohorts[trial % 3],
+                            .restrict_experts = true,
+                            .refresh_every = 5,
+                            .update_every = trial == 5 ? 2 : 0,
+                            .dense_lane = trial == 4};
+            atlas_rule a = {.extra = rand() % (r->top_k + 1),
+                            .coverage = 0.5f + 0.25f * (fixture_random() + 1),
                             .covered_share = trial % 4 == 3 ? 1.0f : 0.8f + 0.1f * (fixture_random() + 1),
                             .mass_weight = trial % 5 ? 0.7f + fixture_random() / 2 : 0,
-                            .budget = r->top_k < r->experts ? r->top_k + rand() % (r->experts - r->top_k) / 2 : r->top_k,
+                            .budget =
+                                r->top_k < r->experts ? r->top_k + rand() % (r->experts - r->top_k) / 2 : r->top_k,
                             .repair_step = 1 + rand() % 4};
             fixture f, g;
             fixture_open(&f, SLOTS, 4, SIZE);
@@ -577,7 +591,8 @@ static bool equal_list(const tensor *gpu, const tensor *cpu)
 
 static void admit(life *x, int i, int mask)
 {
-    int size = x->k.block_size, most = x->blocks * size, prompt = 1 + rand() % (most / 2), *token = int_at(&x->s.token, i);
+    int size = x->k.block_size, most = x->blocks * size, prompt = 1 + rand() % (most / 2),
+        *token = int_at(&x->s.token, i);
     for (int j = 0; j < most; j++)
         token[j] = j < prompt ? rand() % 50 : mask;
     int end = prompt + 1 + rand() % (most - prompt);
@@ -585,7 +600,8 @@ static void admit(life *x, int i, int mask)
                                          .end = end, .block = prompt / size, .cache_block = -1};
 }
 
-/* Both backends live through the same decisions, on random logits of the head and of the routers; or at a random pace. */
+/* Both backends live through the same decisions, on random logits of the head and of the routers; or at a random pace.
+ */
 static void live(int slot_count, block_rule k, const route_rule *r, int layers, int forwards, bool paced)
 {
     life x;
@@ -664,7 +680,8 @@ static void live(int slot_count, block_rule k, const route_rule *r, int layers, 
             hot += rep->path == PATH_HOT_SKIP;
         }
     }
-    print_message("%d slots, cohort %d: %d sequences done, %d broken, %d hot iterations\n", slot_count, k.cohort, done, broken, hot);
+    print_message("%d slots, cohort %d: %d sequences done, %d broken, %d hot iterations\n", slot_count, k.cohort, done,
+                  broken, hot);
     assert_true(done > 0);
     free(z.data), free(bias.data), free(ids.data), free(weights.data), free(pace.data);
     close_life(&x);
@@ -683,8 +700,15 @@ static void test_life(void **state)
     k.dense_lane = true;
     k.update_every = 2;
     live(9, k, &rules[2], 2, 60, false);
-    k = (block_rule){.block_size = 32, .mask_id = 99, .eos_id = 58, .max_steps = 64, .threshold = 0.95f, .refresh_every = 5,
-                     .prefill_blocks = 40, .cohort = 64, .restrict_experts = true};
+    k = (block_rule){.block_size = 32,
+                     .mask_id = 99,
+                     .eos_id = 58,
+                     .max_steps = 64,
+                     .threshold = 0.95f,
+                     .refresh_every = 5,
+                     .prefill_blocks = 40,
+                     .cohort = 64,
+                     .restrict_experts = true};
     live(64, k, &rules[0], 1, 40, false);
     k.block_size = BLOCK_MOST;
     k.cohort = 1;
@@ -721,7 +745,8 @@ static void test_alone_and_among_many(void **state)
     (void)state;
     enum { MANY = 3000, COLS = 2048 };
     tensor x = fixture_tensor(MANY, COLS, 1), w = fixture_tensor(1, COLS, 1), y = fixture_tensor(MANY, COLS, 1);
-    tensor gx = mirror(&x), gw = mirror_same(&w), gy = mirror(&y), gone = mirror(&y), one = fixture_tensor(MANY, COLS, 1);
+    tensor gx = mirror(&x), gw = mirror_same(&w), gy = mirror(&y), gone = mirror(&y),
+           one = fixture_tensor(MANY, COLS, 1);
     must_be(both.gpu->norm(both.gpu, &gy, &gx, &gw, 1e-6f));
     mirror_read(&y, &gy);
     for (int i = 0; i < MANY; i += 371) {
@@ -737,13 +762,23 @@ static void test_alone_and_among_many(void **state)
 
 int main(int argc, char **argv) /* argv[1]: only the tests of that name */
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_transfers), cmocka_unit_test(test_random), cmocka_unit_test(test_out_of_memory), cmocka_unit_test(test_time),
-        cmocka_unit_test(test_repeat),    cmocka_unit_test(test_record_that_grows),
-        cmocka_unit_test(test_embed),     cmocka_unit_test(test_add_and_swiglu), cmocka_unit_test(test_pack),
-        cmocka_unit_test(test_merge),     cmocka_unit_test(test_norm),          cmocka_unit_test(test_rotate),
-        cmocka_unit_test(test_route),     cmocka_unit_test(test_support),       cmocka_unit_test(test_life),
-        cmocka_unit_test(test_no_slots),  cmocka_unit_test(test_alone_and_among_many)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_transfers),
+                                       cmocka_unit_test(test_random),
+                                       cmocka_unit_test(test_out_of_memory),
+                                       cmocka_unit_test(test_time),
+                                       cmocka_unit_test(test_repeat),
+                                       cmocka_unit_test(test_record_that_grows),
+                                       cmocka_unit_test(test_embed),
+                                       cmocka_unit_test(test_add_and_swiglu),
+                                       cmocka_unit_test(test_pack),
+                                       cmocka_unit_test(test_merge),
+                                       cmocka_unit_test(test_norm),
+                                       cmocka_unit_test(test_rotate),
+                                       cmocka_unit_test(test_route),
+                                       cmocka_unit_test(test_support),
+                                       cmocka_unit_test(test_life),
+                                       cmocka_unit_test(test_no_slots),
+                                       cmocka_unit_test(test_alone_and_among_many)};
     pair_open();
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);

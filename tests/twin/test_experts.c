@@ -232,7 +232,6 @@ static void test_tiles(void **state)
     (void)state;
     backend *b = fixture_backend(1);
     const struct layer *l = &layers[0];
-    cpu *c = b->self;
     model m = open_model(l);
     sum_tree *t;
     assert_int_equal(sum_tree_open(&t, l->experts, l->groups, 1), OK);
@@ -248,9 +247,9 @@ static void test_tiles(void **state)
                     count[int_at(&ids, i)[j]]++;
             for (int k = 0; k < 32; k++)
                 want += (count[k] + EXPERT_TILE - 1) / EXPERT_TILE;
-            c->expert_tiles = 0;
+            b->expert_tiles = 0;
             assert_int_equal(b->experts(b, &y, &x, &ids, &weights, &e), OK);
-            assert_int_equal(c->expert_tiles, want);
+            assert_int_equal(b->expert_tiles, want);
             free(x.data), free(ids.data), free(weights.data), free(y.data);
         }
     free(m.gate_up.data), free(m.down.data);

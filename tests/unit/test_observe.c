@@ -18,7 +18,8 @@ static status download(backend *b, void *dst, const tensor *src)
     (void)b;
     size_t width = (size_t)src->cols * dtype_bytes(src->type);
     for (int64_t i = 0; i < src->rows; i++)
-        memcpy((char *)dst + (size_t)i * width, (char *)src->data + (size_t)(i * src->ld) * dtype_bytes(src->type), width);
+        memcpy((char *)dst + (size_t)i * width, (char *)src->data + (size_t)(i * src->ld) * dtype_bytes(src->type),
+               width);
     return OK;
 }
 

@@ -67,7 +67,8 @@ typedef struct bench {
     slot_report report[SLOTS];
     int32_t support[2 * SLOTS][2];
     layer_log log[2 * SLOTS];
-    int32_t row_token[ROWS], position[ROWS], slot_of[ROWS], role[ROWS], fresh[ROWS], live[ROWS], span[ROWS / B][4], count[4];
+    int32_t row_token[ROWS], position[ROWS], slot_of[ROWS], role[ROWS], fresh[ROWS], live[ROWS], span[ROWS / B][4],
+        count[4];
     head_best best[ROWS];
     slots s;
     plans p;
@@ -88,7 +89,8 @@ static void open_bench(bench *t, int cohort)
                    .slot_count = SLOTS,
                    .max_blocks = BLOCKS};
     int cohorts = SLOTS / cohort;
-    t->p = (plans){tensor_of(t->support, I32, 2 * cohorts, 2), tensor_of(t->log, U8, 2 * cohorts, sizeof(layer_log)), cohorts, 2};
+    t->p = (plans){tensor_of(t->support, I32, 2 * cohorts, 2), tensor_of(t->log, U8, 2 * cohorts, sizeof(layer_log)),
+                   cohorts, 2};
     t->b = (batch){.token = tensor_of(t->row_token, I32, ROWS, 1),
                    .position = tensor_of(t->position, I32, ROWS, 1),
                    .slot = tensor_of(t->slot_of, I32, ROWS, 1),

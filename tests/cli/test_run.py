@@ -2,6 +2,7 @@
 before any work."""
 import itertools
 import json
+import re
 import struct
 import time
 
@@ -76,6 +77,13 @@ def test_help():
     for line in stdout.splitlines():
         if line.startswith("  epoch "):
             holds(readme, f"`epoch {line.split()[1]}")
+
+
+def test_readme_names_what_is_there():
+    for file in "README.md", "datasets/README.md", "jobs/README.md", "models/tiny/README.md":
+        text = (cli.ROOT / file).read_text()
+        for path in re.findall(r"[`(]((?:src|cuda|mpi|datasets|results|jobs|tests|models)/[\w./*-]*)[`)]", text):
+            assert list(cli.ROOT.glob(path)), f"{file} names {path}"
 
 
 def test_no_command():

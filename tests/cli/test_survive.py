@@ -77,9 +77,12 @@ def test_signals_in_every_phase():
             elif (number, point) == (-10, "start"): # mpirun may pass it on before the other rank can listen
                 assert job.end() in (75, 138), job.text
                 continue
-            elif number == -15: # mpirun says 1 whatever the ranks do; 0 only where the rows left were done before it heard
+            elif number < 0: # mpirun passes it on in its own time: the rows that were left may be done before a rank hears
                 got = job.end()
-                assert got == 1 or (got == 0 and Standing(out).code == 0), (point, got, job.text)
+                if got == 0:
+                    assert Standing(out).code == 0, (point, job.text)
+                    continue
+                assert got == code, (point, got, job.text)
             else:
                 job.gives(code)
             state = Standing(out)

@@ -471,6 +471,7 @@ static status open_device(cuda *c, int local_rank)
     TRY(cuda_check(e, "the first kernel", __FILE__, __LINE__));
     c->sm_count = prop.multiProcessorCount;
     c->shared_most = prop.sharedMemPerBlockOptin;
+    c->overlaps = prop.major >= 9;
     CUDA_TRY(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
     if (cublasLtCreate(&c->lt) != CUBLAS_STATUS_SUCCESS)
         FAIL(FAILED, "cuBLASLt does not start on %s", prop.name);

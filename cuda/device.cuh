@@ -46,6 +46,45 @@ static inline bool vectors_fit(const tensor &t, int v)
     return t.cols % v == 0 && t.ld % v == 0 && (uintptr_t)t.data % ((size_t)v * dtype_bytes(t.type)) == 0;
 }
 
+/* ---- launches that overlap
+ *
+ * A kernel launched by `launch` may start as soon as every block of the one before it on the stream has called
+ * let_next() or ended, so that its launch, its barriers and whatever no earlier kernel writes (weights) cost no time of
+ * their own. The rule: every thread that touches memory which kernels write, or which kernels still under way may read,
+ * calls after_previous() first; all kernels launched this way have threads that do. Then all earlier kernels have ended
+ * and what they wrote is visible: each waits for the one before it, and so for all. */
+
+static __device__ __forceinline__ void after_previous()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+static __device__ __forceinline__ void let_next()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+template <typename... PARAMETERS, typename... ARGUMENTS>
+static status launch(cuda *c, const char *what, void (*kernel)(PARAMETERS...), dim3 grid, dim3 block, size_t shared,
+                     ARGUMENTS &&...arguments)
+{
+    cudaLaunchConfig_t how = {};
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    how.gridDim = grid;
+    how.blockDim = block;
+    how.dynamicSmemBytes = shared;
+    how.stream = c->stream;
+    how.attrs = &early;
+    how.numAttrs = c->overlaps ? 1 : 0;
+    return cuda_check(cudaLaunchKernelEx(&how, kernel, PARAMETERS(arguments)...), what, __FILE__, __LINE__);
+}
+
 static __device__ __forceinline__ float warp_sum(float x)
 {
     for (int half = WARP / 2; half > 0; half /= 2)

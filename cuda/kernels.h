@@ -40,6 +40,7 @@ typedef struct cuda {
     size_t shared_most;       /* bytes of shared memory a block may opt in to */
     cudaStream_t stream;
     bool capturing;           /* what is enqueued now becomes a graph */
+    bool overlaps;            /* kernels may start while the one before them ends: device.cuh, launch */
     cublasLtHandle_t lt;      /* what ceilings.c measures with; the ops' own products are in gemm.cuh */
     void *workspace;          /* of cuBLASLt: CUDA_WORKSPACE_BYTES on the device */
     cuda_buffer scratch;      /* of one op at a time; see cuda_scratch */

@@ -25,6 +25,7 @@ template <int V> static __global__ void norm_kernel(tensor y, tensor x, const fl
 {
     typedef pack_of<bf16, V> pack;
     __shared__ float room[THREADS / WARP];
+    after_previous();
     int64_t n = used_rows(x), width = x.cols / V;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         const pack *from = (const pack *)row_of<bf16>(x, i);
@@ -54,10 +55,8 @@ extern "C" status cuda_norm(backend *b, tensor *y, const tensor *x, const tensor
     assert(x->type == BF16 && y->type == BF16 && w->type == F32 && w->cols == x->cols && y->rows >= x->rows);
     unsigned grid = cuda_grid(c, x->rows, WAVES);
     if (vectors_fit(*y, VECTOR) && vectors_fit(*x, VECTOR))
-        norm_kernel<VECTOR><<<grid, THREADS, 0, c->stream>>>(*y, *x, (const float *)w->data, eps);
-    else
-        norm_kernel<1><<<grid, THREADS, 0, c->stream>>>(*y, *x, (const float *)w->data, eps);
-    return CUDA_LAUNCHED("norm");
+        return launch(c, "norm", norm_kernel<VECTOR>, grid, THREADS, 0, *y, *x, (const float *)w->data, eps);
+    return launch(c, "norm", norm_kernel<1>, grid, THREADS, 0, *y, *x, (const float *)w->data, eps);
 }
 
 /* cos and sin of positions 0 .. count - 1, from the host: the same numbers as the CPU backend's. Computed once. */

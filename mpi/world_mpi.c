@@ -142,7 +142,7 @@ static void abort_late(int sig)
 
 static void abort_job(world *w, status why)
 {
-    /* Flushing and MPI_Abort may both hang where something is already broken. */
+    /* All of this may hang where something is already broken. */
     struct sigaction late = {.sa_handler = abort_late};
     sigset_t set;
     abort_code = why;
@@ -152,6 +152,8 @@ static void abort_job(world *w, status why)
     sigaddset(&set, SIGALRM);
     pthread_sigmask(SIG_UNBLOCK, &set, NULL);
     alarm(ABORT_SECONDS);
+    if (w->at_abort)
+        w->at_abort(w->with);
     fflush(NULL);
     MPI_Abort(world_mpi_comm(w), why);
     _exit(why);

@@ -18,6 +18,7 @@ typedef struct lane_rule {
     int64_t max_rows;      /* most rows any rank dispatches at once; the same on every rank */
     const sum_tree *tree;  /* who owns which expert, and the order of sums */
     dtype payload;         /* of x: the backend's activation dtype */
+    dtype combine;         /* of partial sums between ranks: F32, or BF16, with which sums depend on the ranks (GPUs) */
 } lane_rule;
 
 /* What arrived for this rank's experts; the tensors belong to the lane and hold until the next dispatch. Their rows may
@@ -60,5 +61,13 @@ status lane_self_open(lane **out, const lane_rule *rule, backend *b);
 status lane_mpi_open(lane **out, const lane_rule *rule, backend *b, world *w);
 /* One rank on the CUDA backend: the rows stay where they are. */
 status lane_self_cuda_open(lane **out, const lane_rule *rule, backend *b);
+
+/* The GPUs of all ranks, joined; every rank of the world calls it, before any rank may fail alone. All of it is over
+ * within `deadline` seconds. BAD_INPUT: NCCL's headers and library differ, two ranks share a GPU (the same message on
+ * every rank); FAILED: NCCL does not start. While it is open, the world's abort ends it first. Borrows world and
+ * backend. close accepts NULL, and is not collective after an abort. */
+typedef struct nccl_comm nccl_comm;
+status nccl_open(nccl_comm **out, world *w, backend *b, double deadline);
+void nccl_close(nccl_comm *n);
 
 #endif

@@ -21,6 +21,9 @@ typedef struct world {
     status (*agree)(struct world *w, status mine);
     /* Takes the whole job down at once with exit code `why`; does not return. */
     void (*abort)(struct world *w, status why);
+    /* What abort ends first: a transport of its own. It may hang; abort goes on. NULL, as opened: nothing. */
+    void (*at_abort)(void *with);
+    void *with;
     /* Finalizes; accepts NULL. */
     void (*close)(struct world *w);
 } world;

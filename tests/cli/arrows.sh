@@ -18,6 +18,7 @@ may() { # what FILE may include from this repository
     src/backend.h | src/lane.h | src/world.h | src/slot.h) echo "$seams|$base" ;;
     src/cpu/*) echo "$seams|$base|src/cpu/" ;;
     cuda/*) echo "$seams|$base|cuda/" ;;
+    mpi/lane_nccl.* | mpi/lane_lsa.* | mpi/comm_nccl.*) echo "$seams|$base|mpi/|cuda/" ;;
     mpi/*) echo "$seams|$base|mpi/" ;;
     datasets/*) echo "$base|datasets/" ;;
     results/*) echo "$base|results/" ;;
@@ -33,8 +34,8 @@ foreign() { # who may include a library's header
     mpi.h) echo 'mpi/' ;;
     hdf5*.h | H5*.h) echo 'results/' ;;
     cblas.h) echo 'src/cpu/dense\.c$' ;;
-    cuda*.h | cublas*.h | cuda/*) echo 'cuda/|mpi/lane_(nccl\.c|lsa\.cu)$' ;;
-    nccl*.h) echo 'cuda/|mpi/lane_(nccl\.c|lsa\.cu)$' ;;
+    cuda*.h | cublas*.h | cuda/*) echo 'cuda/|mpi/(lane_nccl|lane_lsa|comm_nccl)\.' ;;
+    nccl*.h) echo 'mpi/(lane_nccl|lane_lsa|comm_nccl)\.' ;;
     pcre2.h | utf8proc.h) echo 'src/model/' ;;
     zlib.h) echo 'datasets/|results/' ;;
     *) echo '.' ;;

@@ -171,6 +171,41 @@ out:
     return st;
 }
 
+static status post(backend *b, int box, const tensor *src)
+{
+    status st = OK;
+    cuda *c = cuda_of(b);
+    cuda_box *to = &c->box[box];
+    size_t width = (size_t)src->cols * dtype_bytes(src->type), pitch = (size_t)src->ld * dtype_bytes(src->type);
+    to->bytes = (size_t)src->rows * width;
+    if (!to->there)
+        CUDA_TRY(cudaEventCreateWithFlags(&to->there, cudaEventDisableTiming));
+    if (to->bytes > to->room) {
+        CUDA_TRY(cudaStreamSynchronize(c->stream));
+        CUDA_TRY(cudaFreeHost(to->pinned));
+        *to = (cuda_box){.bytes = to->bytes, .there = to->there};
+        CUDA_TRY(cudaMallocHost(&to->pinned, to->bytes));
+        to->room = to->bytes;
+    }
+    if (to->bytes > 0)
+        CUDA_TRY(cudaMemcpy2DAsync(to->pinned, width, src->data, pitch, width, (size_t)src->rows,
+                                   cudaMemcpyDeviceToHost, c->stream));
+    CUDA_TRY(cudaEventRecord(to->there, c->stream));
+out:
+    return st;
+}
+
+static status fetch(backend *b, void *dst, int box)
+{
+    status st = OK;
+    const cuda_box *from = &cuda_of(b)->box[box];
+    CUDA_TRY(cudaEventSynchronize(from->there));
+    if (from->bytes > 0)
+        memcpy(dst, from->pinned, from->bytes);
+out:
+    return st;
+}
+
 static status sync_stream(backend *b)
 {
     status st = OK;
@@ -377,6 +412,11 @@ static void close_cuda(backend *b)
         cudaEventDestroy(c->marks->event[i]);
     free(c->marks);
     close_staging(c->staging);
+    for (int i = 0; i < BOXES; i++) {
+        if (c->box[i].there)
+            cudaEventDestroy(c->box[i].there);
+        cudaFreeHost(c->box[i].pinned);
+    }
     cudaFree(c->workspace);
     cudaFree(c->routed);
     cuda_buffer *const all[] = {&c->scratch, &c->angles, &c->begins, &c->seen, &c->ranges};
@@ -391,11 +431,14 @@ static void close_cuda(backend *b)
 static const backend table = {
     .name = "cuda",
     .activation = BF16,
+    .runs_ahead = true,
     .reserve = reserve,
     .release = release,
     .upload = upload,
     .random = cuda_random,
     .download = download,
+    .post = post,
+    .fetch = fetch,
     .sync = sync_stream,
     .mark = mark,
     .laps = laps,

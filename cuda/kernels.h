@@ -33,6 +33,12 @@ typedef struct cuda_buffer {
 } cuda_buffer;
 
 typedef struct cuda_staging cuda_staging; /* upload: pinned halves and their twins on the device (backend_cuda.c) */
+typedef struct cuda_box { /* post and fetch: pinned host memory, and when the newest copy into it is there */
+    void *pinned;
+    size_t room, bytes; /* bytes: posted */
+    cudaEvent_t there;
+} cuda_box;
+
 typedef struct cuda_marks cuda_marks;     /* mark and laps: recorded events (backend_cuda.c) */
 
 typedef struct cuda {
@@ -54,6 +60,7 @@ typedef struct cuda {
     int64_t *routed;          /* on the device: rows dispatched to routed experts since the lane last asked */
     cuda_staging *staging;
     cuda_marks *marks;
+    cuda_box box[BOXES];
 } cuda;
 
 static inline cuda *cuda_of(const backend *b)

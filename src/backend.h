@@ -145,10 +145,13 @@ typedef struct head_best { /* of one live row */
     float top, second;    /* the best and the runner-up logit (mask id excluded) */
 } head_best;
 
+enum { BOXES = 4 };
+
 typedef struct backend {
     const char *name;
     void *stream, *self;  /* stream: cudaStream_t; NULL on the CPU */
     dtype activation;     /* F32 or BF16 */
+    bool runs_ahead;      /* calls return before their work is done: what a forward did is best read one forward late */
     int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; 0: this backend does not count */
 
     /* memory and time */
@@ -161,6 +164,11 @@ typedef struct backend {
     /* dst[i, j] = scale * random_at(seed, i * cols + j) */
     status (*random)(struct backend *b, const tensor *dst, uint64_t seed, float scale);
     status (*download)(struct backend *b, void *dst, const tensor *src); /* all rows, contiguous, src's dtype */
+    /* Copies src (all rows, contiguous), as the work enqueued so far leaves it, into a box of host memory, 0 .. BOXES - 1,
+     * without waiting. fetch waits for the newest copy into that box, for nothing enqueued behind it, and takes it out:
+     * as many bytes as were posted. */
+    status (*post)(struct backend *b, int box, const tensor *src);
+    status (*fetch)(struct backend *b, void *dst, int box);
     status (*sync)(struct backend *b);
     status (*mark)(struct backend *b, phase p);              /* the work since the last mark was p's */
     /* Adds to seconds[] those of each phase that were marked since the last call, then forgets them. */

@@ -180,7 +180,10 @@ status job_open(job *j, const char *command_line)
     j->queue_room = j->stage.slot_count + 1;
     j->queue = calloc((size_t)j->queue_room, sizeof *j->queue);
     j->want = calloc((size_t)w->size, sizeof *j->want);
-    if (st == OK && (!j->flight || !j->report || !j->audited || !j->log || !j->queue || !j->want))
+    j->note[0].pulses = calloc((size_t)w->size * PULSE, sizeof(int32_t));
+    j->note[1].pulses = calloc((size_t)w->size * PULSE, sizeof(int32_t));
+    if (st == OK && (!j->flight || !j->report || !j->audited || !j->log || !j->queue || !j->want ||
+                     !j->note[0].pulses || !j->note[1].pulses))
         st = status_fail(FAILED, __FILE__, __LINE__, "out of memory");
     TRY(w->agree(w, st));
     if (w->rank == 0)
@@ -204,6 +207,8 @@ void job_close(job *j)
     free(j->log);
     free(j->queue);
     free(j->want);
+    free(j->note[0].pulses);
+    free(j->note[1].pulses);
     journal_close(j->journal);
     results_scan_close(&j->done);
     json_decref(j->run_json);

@@ -12,6 +12,13 @@
 #include "src/stage.h"
 #include "src/watch.h"
 
+/* What a rank remembers of a forward until it reads what that forward did. */
+typedef struct forward_note {
+    bool fed;        /* the input was exhausted before it */
+    int32_t asked;   /* rows that this rank asked for in its pulse */
+    int32_t *pulses; /* [size][PULSE] */
+} forward_note;
+
 typedef struct job {
     const options *o;
     world *w;
@@ -36,6 +43,9 @@ typedef struct job {
     audit_slot *audited;   /* [slot_count] */
     observer *observer;    /* --observe */
     int32_t *want;         /* [size] */
+    bool late;             /* reports are read one forward late: while the next one runs */
+    int64_t heard;         /* forwards that were read; counters.forwards were enqueued */
+    forward_note note[2];  /* of the forward of that parity */
     result_phase counters;
     int64_t total, recorded, durable, failed; /* rows of the job; of this rank and session */
     double born, started, committed, commit_asked, published, looked;
@@ -59,7 +69,7 @@ status job_record(job *j, flight *f, const char *text, const char *message);
 status job_record_failed(job *j, flight *f, const char *text, const char *why);
 /* landing.c: with --audit, the dense executor decides beside the forward that was. */
 status job_shadow(job *j);
-/* landing.c: takes in what every slot did in the newest forward; finished turns land. */
+/* landing.c: takes in what every slot did in the forward that is heard now; finished turns land. */
 status job_reports(job *j);
 /* landing.c: with --observe, what was seen so far goes into the journal. */
 status job_record_observed(job *j);

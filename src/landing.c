@@ -191,7 +191,7 @@ status job_reports(job *j)
     executor *x = j->stage.executor;
     const block_rule *k = &j->stage.rule.block;
     double bytes_a_row = 0;
-    TRY(executor_reports(x, j->report));
+    TRY(executor_fetch(x, j->report, (int)(j->heard % 2)));
     if (j->o->trace) {
         TRY(x->backend->download(x->backend, j->log, &x->plans.log));
         TRY(traced_bytes(j, &bytes_a_row));

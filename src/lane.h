@@ -43,6 +43,9 @@ typedef struct lane {
     void *self;
     int32_t pulse[PULSE];  /* what this rank says in its next dispatches */
     int32_t *pulses;       /* [size][PULSE]: what every rank said in the newest dispatch */
+    /* A lane that works in the device's memory has both there instead, I32 [1, PULSE] and [size, PULSE]; whoever drives
+     * it uploads `said` before a forward and reads `heard` behind it. No data: the two above hold. */
+    tensor said, heard;
     /* x [n, H], ids I32 [n, K] ascending with -1 behind the last, weights F32 [n, K]; n is x->used. Borrowed until
      * combine. FAILED when a count and what arrived do not agree. */
     status (*dispatch)(struct lane *l, lane_load *in, const tensor *x, const tensor *ids, const tensor *weights);

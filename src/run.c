@@ -40,10 +40,22 @@ out:
     return st;
 }
 
-/* All ranks deal the rows that were asked for in the newest pulses; this rank queues its own. */
+/* Slots that neither hold a sequence nor have one waiting for them. */
+static int32_t free_slots(const job *j)
+{
+    int32_t n = j->stage.slot_count - j->queue_count;
+    for (int32_t i = 0; i < j->stage.slot_count; i++)
+        n -= j->flight[i].row != NULL;
+    return n > 0 ? n : 0;
+}
+
+/* All ranks deal the rows that were asked for in the pulses they heard last; this rank queues its own. A rank that is
+ * alone need not hear itself. */
 static status deal_rows(job *j)
 {
     status st = OK;
+    if (j->w->size == 1)
+        j->want[0] = free_slots(j);
     deal d = {.size = j->w->size, .want = j->want};
     for (int rank; !j->fed && (rank = deal_next(&d)) >= 0;) {
         row *r;
@@ -101,19 +113,64 @@ static bool stop_wanted(job *j)
     return stop_asked() || j->stop_file_seen || (j->o->time_budget > 0 && t - j->born > j->o->time_budget);
 }
 
-static void set_pulse(job *j)
+/* What this rank says in the next forward. Rows that it asked for in a forward not yet heard are on their way. */
+static status set_pulse(job *j)
 {
-    int32_t flying = 0, *p = j->stage.lane->pulse;
+    status st = OK;
+    lane *l = j->stage.lane;
+    int32_t flying = 0, *p = l->pulse;
     for (int32_t i = 0; i < j->stage.slot_count; i++)
         flying += j->flight[i].row != NULL;
-    int32_t free_slots = j->stage.slot_count - flying - j->queue_count;
+    int32_t want = free_slots(j);
+    for (int64_t n = j->heard; n < j->counters.forwards; n++)
+        want -= j->note[n % 2].asked;
     p[PULSE_BUSY] = flying + j->queue_count;
-    p[PULSE_WANT] = free_slots > 0 ? free_slots : 0;
+    p[PULSE_WANT] = want > 0 ? want : 0;
     p[PULSE_STOP] = stop_wanted(j);
     p[PULSE_COMMIT] = j->w->rank == 0 && job_now() - j->commit_asked >= j->o->commit_every;
+    if (p[PULSE_COMMIT])
+        j->commit_asked = job_now();
     p[PULSE_DONE] = (int32_t)j->durable;
     p[PULSE_TOKENS] = (int32_t)(j->counters.generated_tokens & 0x7fffffff);
     p[PULSE_STEPS] = (int32_t)(j->counters.forwards & 0x7fffffff);
+    if (l->said.data)
+        TRY(j->stage.backend->upload(j->stage.backend, &l->said, p, I32));
+out:
+    return st;
+}
+
+/* Behind a forward that was enqueued: what it did goes to the host without a wait. */
+static status note(job *j)
+{
+    status st = OK;
+    const lane *l = j->stage.lane;
+    int box = (int)(j->counters.forwards % 2);
+    forward_note *n = &j->note[box];
+    n->fed = j->fed;
+    n->asked = l->pulse[PULSE_WANT];
+    TRY(executor_post(j->stage.executor, box));
+    if (l->heard.data)
+        TRY(j->stage.backend->post(j->stage.backend, 2 + box, &l->heard));
+    else
+        memcpy(n->pulses, l->pulses, (size_t)j->w->size * PULSE * sizeof *n->pulses);
+    j->counters.forwards++;
+out:
+    return st;
+}
+
+/* Takes in the oldest forward that was not: its pulses, and what its slots did. */
+static status hear(job *j)
+{
+    status st = OK;
+    int box = (int)(j->heard % 2);
+    if (j->stage.lane->heard.data)
+        TRY(j->stage.backend->fetch(j->stage.backend, j->note[box].pulses, 2 + box));
+    TRY(job_reports(j));
+    j->heard++;
+    for (int r = 0; r < j->w->size; r++)
+        j->want[r] = j->note[box].pulses[r * PULSE + PULSE_WANT];
+out:
+    return st;
 }
 
 static const double COUNTERS_EVERY = 30; /* s: without rows to commit, the counters are */
@@ -139,16 +196,18 @@ out:
     return st;
 }
 
-/* What all ranks said before this forward: the sums that progress and the end need. */
+/* What all ranks said before the forward that was heard last: the sums that progress and the end need. */
 static int64_t pulse_sum(const job *j, int what)
 {
     int64_t sum = 0;
-    for (int r = 0; r < j->w->size; r++)
-        sum += j->stage.lane->pulses[r * PULSE + what];
+    for (int r = 0; r < j->w->size && j->heard > 0; r++)
+        sum += j->note[(j->heard - 1) % 2].pulses[r * PULSE + what];
     return sum;
 }
 
-/* The loop: every rank goes through the same forwards, since all hear the same pulses. */
+/* The loop: every rank goes through the same forwards, since all hear the same pulses. Where the backend runs ahead, a
+ * forward is heard while the next one runs: a slot that finished sits that one out, and is filled for the one behind.
+ * Whoever looks into a forward besides (--trace, --audit, --observe) must do so before the next. */
 static status decode(job *j)
 {
     status st = OK;
@@ -160,6 +219,9 @@ static status decode(job *j)
         int total = o->batch_per_rank ? o->batch_per_rank * w->size : o->batch;
         j->want[r] = deal_evenly(total, w->size, r);
     }
+    j->late = b->runs_ahead && !o->trace && !j->audit && !j->observer;
+    if (fault_late() >= 0)
+        j->late = fault_late();
     j->started = j->committed = j->commit_asked = j->published = job_now();
     TRY(b->mark(b, PHASE_HOST));
     TRY(b->laps(b, ignored)); /* what came before the first forward */
@@ -169,25 +231,26 @@ static status decode(job *j)
         fault_point("forward");
         TRY(deal_rows(j));
         TRY(fill_slots(j));
-        set_pulse(j);
+        TRY(set_pulse(j));
         TRY(b->mark(b, PHASE_HOST));
         if (j->audit)
             TRY(audit_before(j->audit));
         TRY(executor_forward(j->stage.executor));
-        j->counters.forwards++;
-        TRY(job_reports(j));
-        for (int r = 0; r < w->size; r++)
-            j->want[r] = j->stage.lane->pulses[r * PULSE + PULSE_WANT];
+        TRY(note(j));
+        if (j->counters.forwards - j->heard <= j->late)
+            continue;
+        TRY(hear(j));
+        const forward_note *heard = &j->note[(j->heard - 1) % 2];
         if (j->progress)
             TRY(progress_show(j->progress, pulse_sum(j, PULSE_DONE), pulse_sum(j, PULSE_TOKENS),
                               job_now() - j->started));
-        if (j->fed && pulse_sum(j, PULSE_BUSY) == 0)
+        if (heard->fed && pulse_sum(j, PULSE_BUSY) == 0)
             break;
         if (pulse_sum(j, PULSE_STOP) > 0) {
             j->stopped = true;
             break;
         }
-        if (j->stage.lane->pulses[PULSE_COMMIT]) {
+        if (heard->pulses[PULSE_COMMIT]) {
             j->commit_asked = job_now();
             if (journal_pending(j->journal) > 0 || j->commit_asked - j->committed >= COUNTERS_EVERY)
                 TRY(commit(j));
@@ -199,6 +262,8 @@ static status decode(job *j)
             j->published = job_now();
         }
     }
+    while (j->heard < j->counters.forwards)
+        TRY(hear(j));
     TRY(commit(j));
 out:
     return st;

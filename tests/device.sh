@@ -68,35 +68,56 @@ gpu_tests() { # gpu_tests FOLDER: every test_cuda*.c there, one after the other
     return $rc
 }
 modes="full epoch no-atlas no-lsp no-lane"
-run_demo() { # run_demo NAME OPTION...: decodes the demo questions; accuracy goes to NAME.score
-    local name=$1
+demo_data="--data gsm8k:datasets/samples/gsm8k_demo.jsonl --data humaneval:datasets/samples/humaneval_demo.jsonl"
+for language in de en es fr ja zh; do demo_data+=" --data mgsm:datasets/samples/mgsm_$language.tsv"; done
+run_demo() { # run_demo NAME OPTION...: decodes the 550 demo items; what is wrong goes to NAME.wrong, the rest to NAME.log
+    local name=$build/demo/$1
     shift
-    rm -rf "$build/demo/$name".*
-    $build/epoch run --model models/tiny --data gsm8k:datasets/samples/gsm8k_demo.jsonl --out "$build/demo/$name.h5" \
-        --batch 100 --progress lines "$@" && $build/epoch score "$build/demo/$name.h5" >"$build/demo/$name.score.new" &&
-        mv "$build/demo/$name.score.new" "$build/demo/$name.score"
-    rm -rf "$build/demo/$name".h5 "$build/demo/$name".h5.d
+    rm -rf "$name".*
+    $build/epoch run --model models/tiny $demo_data --out "$name.h5" --batch 128 --progress off "$@" >"$name.log" &&
+        { $build/epoch score --list-wrong "$name.h5" || $build/epoch score --no-programs --list-wrong "$name.h5"; } >"$name.scores" &&
+        $build/epoch report "$name.h5" >"$name.report" &&
+        awk '$2 == "numeric" || $2 == "pass@1" { n += $3 } END { print n }' "$name.scores" >"$name.rows" &&
+        awk -F'\t' 'list { print $1 "\t" $2 } /^# dataset, id/ { list = 1 }' "$name.scores" | sort >"$name.wrong.new" &&
+        mv "$name.wrong.new" "$name.wrong"
+    local rc=$?
+    rm -rf "$name".h5 "$name".h5.d
+    return $rc
 }
 cpu_demos() { # in the background, beside the tests
     mkdir -p "$build/demo"
     for mode in $modes; do
-        run_demo "cpu-$mode" --device cpu --mode "$mode" --threads $((($(nproc) + 4) / 5)) >"$build/demo/cpu-$mode.log" 2>&1 &
+        run_demo "cpu-$mode" --device cpu --mode "$mode" --threads $((($(nproc) + 4) / 5)) >/dev/null 2>"$build/demo/cpu-$mode.errors" &
     done
     wait
 }
-right() { awk '$1 == "gsm8k" && $2 == "strict" { print $4 }' "$build/demo/$1.score"; }
-demo() { # accuracy on the GPU beside the CPU's, within 1 point of 200 questions
+# paired NAME OTHER: right answers of both, and NAME's less OTHER's over the same items in points, with its 95 % interval;
+# fails where they are more than a point apart
+paired() {
+    local at=$build/demo
+    comm -3 "$at/$1.wrong" "$at/$2.wrong" | awk -F'\t' -v n="$(cat "$at/$1.rows")" -v m="$(cat "$at/$2.rows")" \
+        -v a="$(wc -l <"$at/$1.wrong")" -v b="$(wc -l <"$at/$2.wrong")" '
+        $1 != "" { less++ } $1 == "" { more++ }
+        END {
+            d = (more - less) / n
+            half = 1.96 * sqrt((more + less) / n - d * d) / sqrt(n)
+            printf "%d and %d of %d right, %d alone and %d alone: %+.2f points [%+.2f, %+.2f]\n", n - a, m - b, n, more, less,
+                100 * d, 100 * (d - half), 100 * (d + half)
+            exit n != m || d > .01 || d < -.01
+        }'
+}
+demo() { # accuracy on the GPU beside the CPU's, within 1 point of the 550 items
     local rc=0 mode
+    mkdir -p "$build/demo"
     for mode in $modes; do
         run_demo "gpu-$mode" --device cuda --mode "$mode" || rc=1
+        grep -h '^speed' "$build/demo/gpu-$mode.log"
     done
     for mode in $modes; do
-        until [ -s "$build/demo/cpu-$mode.score" ]; do sleep 1; done
-        [ -s "$build/demo/gpu-$mode.score" ] || continue
-        local cpu gpu
-        cpu=$(right "cpu-$mode") gpu=$(right "gpu-$mode")
-        echo "accuracy $mode: GPU $gpu, CPU $cpu of 200 right"
-        [ $((gpu > cpu ? gpu - cpu : cpu - gpu)) -le 2 ] || rc=1
+        until [ -e "$build/demo/cpu-$mode.wrong" ]; do sleep 1; done
+        [ -e "$build/demo/gpu-$mode.wrong" ] || continue
+        echo -n "accuracy $mode: GPU and CPU "
+        paired "gpu-$mode" "cpu-$mode" || rc=1
     done
     return $rc
 }
@@ -128,8 +149,8 @@ bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real deco
 echo "# $(date -u +%Y-%m-%dT%H:%MZ), $(git describe --always --dirty 2>/dev/null || echo 'no git')"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>&1
 nvcc --version 2>/dev/null | tail -n 1
-export out build modes sanitizer
-export -f pc build_all gpu_tests run_demo right demo sanitize sanitize_all bench
+export out build modes demo_data sanitizer
+export -f pc build_all gpu_tests run_demo paired demo sanitize sanitize_all bench
 if wanted build; then
     pc openblas openblas cblas.h
     pc zlib z zlib.h

@@ -44,3 +44,9 @@ const char *fault_plan(void)
 {
     return getenv("EPOCH_FAULT_PLAN");
 }
+
+int fault_late(void)
+{
+    const char *late = getenv("EPOCH_FAULT_LATE");
+    return late ? *late == '1' : -1;
+}

@@ -210,6 +210,25 @@ static status download(backend *b, void *dst, const tensor *src)
     return OK;
 }
 
+static status post(backend *b, int box, const tensor *src)
+{
+    status st = OK;
+    cpu_box *to = &cpu_of(b)->box[box];
+    to->bytes = (size_t)(src->rows * src->cols) * dtype_bytes(src->type);
+    TRY(grow(&to->room, to->bytes));
+    TRY(download(b, to->room.data, src));
+out:
+    return st;
+}
+
+static status fetch(backend *b, void *dst, int box)
+{
+    const cpu_box *from = &cpu_of(b)->box[box];
+    if (from->bytes > 0)
+        memcpy(dst, from->room.data, from->bytes);
+    return OK;
+}
+
 static status sync_nothing(backend *b)
 {
     (void)b;
@@ -259,6 +278,8 @@ static void close_cpu(backend *b)
         free(c->own[i].data);
     free(c->own);
     free(c->shared.data);
+    for (int i = 0; i < BOXES; i++)
+        free(c->box[i].room.data);
     free(c->angles.data);
     free(c);
     free(b);
@@ -272,6 +293,8 @@ static const backend table = {
     .upload = upload,
     .random = fill_random,
     .download = download,
+    .post = post,
+    .fetch = fetch,
     .sync = sync_nothing,
     .mark = mark,
     .laps = laps,

@@ -19,6 +19,11 @@ typedef struct cpu_buffer {
     size_t bytes;
 } cpu_buffer;
 
+typedef struct cpu_box { /* of post and fetch */
+    cpu_buffer room;
+    size_t bytes; /* posted */
+} cpu_box;
+
 typedef struct cpu {
     int threads;
     cpu_pool *pool;
@@ -28,6 +33,7 @@ typedef struct cpu {
     float angle_theta;
     double seconds[PHASES];
     struct timespec last; /* of the last mark */
+    cpu_box box[BOXES];
 } cpu;
 
 static inline cpu *cpu_of(const backend *b)

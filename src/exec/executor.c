@@ -343,3 +343,13 @@ status executor_reports(executor *x, slot_report *out)
 {
     return x->backend->download(x->backend, out, &x->slots.report);
 }
+
+status executor_post(executor *x, int box)
+{
+    return x->backend->post(x->backend, box, &x->slots.report);
+}
+
+status executor_fetch(executor *x, slot_report *out, int box)
+{
+    return x->backend->fetch(x->backend, out, box);
+}

@@ -82,6 +82,10 @@ void executor_release(executor *x, int index);
 status executor_forward(executor *x);
 /* What each slot did in the newest forward [slot_count]; waits for it. */
 status executor_reports(executor *x, slot_report *out);
+/* The same in two halves: posted behind that forward into a box of the backend, and read when another one is under way.
+ */
+status executor_post(executor *x, int box);
+status executor_fetch(executor *x, slot_report *out, int box);
 
 /* What was enqueued since the last mark was this phase's; layer -1: of no layer. */
 status executor_mark(executor *x, int layer, phase p);

@@ -94,6 +94,29 @@ def test_remasked_position():
         assert (blocks <= 1).all() and blocks[long].mean() > 0.9
 
 
+def test_reports_one_forward_late():
+    """As on a GPU: the host hears of a forward while the next one runs. Tokens and all that is counted of blocks and rows
+    stay as they are, beside a row that breaks, and through a stop and its resume."""
+    def run(name, late, *more, want=1):
+        out = cli.scratch / f"{name}.h5"
+        rc, _, _ = epoch(*words(out, data=f"gsm8k:{SAMPLES}/gsm8k_demo.jsonl@1-6", more=[*SOME, "--gen-len", 96, *more]),
+                         ranks=3, limit=300, env={"EPOCH_FAULT_LATE": str(late), "EPOCH_FAULT_ROW": "3",
+                                                  "EPOCH_FAULT_DELAY": f"forward:{0.02 if want == 75 else 0}"})
+        same(rc, want)
+        return out
+    at_once, late = run("at_once", 0, "--batch", 5), run("late", 1, "--batch", 5)
+    run("stopped", 1, "--batch", 4, "--time-budget", 1.5, want=75)
+    stopped = run("stopped", 1, "--batch", 4, "--resume")
+    same(compare(at_once, [late, stopped])[0], [])
+    for name in ("cold", "refresh", "hot_skip", "fresh_rows", "cached_rows", "layer_rebuilds", "support_size",
+                 "distinct_experts", "coverage"):
+        numpy.testing.assert_array_equal(column(at_once, name), column(late, name))
+    with h5py.File(at_once) as x, h5py.File(late) as y:
+        for name in ("rows_dispatched", "rows_received", "generated_tokens", "rows_fresh", "rows_cached"):
+            same(x[f"phases/{name}"][:].sum(axis=0).tolist(), y[f"phases/{name}"][:].sum(axis=0).tolist())
+        assert y["phases/forwards"][0] > x["phases/forwards"][0] # it was late: finished slots sat out a forward
+
+
 def test_universe_fallback():
     """Every layer routes over all experts: with no cache, the dense executor's tokens."""
     file = decode("universe", "--mode", "no-lsp", "--batch", 6, ranks=2, fault="universe")

@@ -113,6 +113,32 @@ static void test_transfers(void **state)
             }
 }
 
+/* What was posted is what stood there, whatever is enqueued behind it; boxes grow, hold parts of rows, and nothing. */
+static void test_boxes(void **state)
+{
+    (void)state;
+    int32_t table[3][4] = {{1, 2, 3, 4}, {5, 6, 7, 8}, {9, 10, 11, 12}}, other[12] = {0}, out[12] = {0};
+    tensor whole = tensor_of(mirror_bytes(sizeof table), I32, 3, 4);
+    must_be(both.gpu->upload(both.gpu, &whole, table, I32));
+    tensor part = tensor_rows(&whole, 1, 2), none = tensor_rows(&whole, 0, 0);
+    part.cols = 3;
+    for (int again = 0; again < 2; again++) {
+        must_be(both.gpu->upload(both.gpu, &whole, table, I32));
+        must_be(both.gpu->post(both.gpu, 0, &part));
+        must_be(both.gpu->post(both.gpu, BOXES - 1, &none));
+        must_be(both.gpu->upload(both.gpu, &whole, other, I32));
+        must_be(both.gpu->fetch(both.gpu, out, BOXES - 1));
+        assert_int_equal(out[again], 0);
+        must_be(both.gpu->fetch(both.gpu, out, 0));
+        assert_memory_equal(out, ((int32_t[]){5, 6, 7, 9, 10, 11}), 6 * sizeof *out);
+        memset(out, 0, sizeof out);
+    }
+    must_be(both.gpu->post(both.gpu, 0, &whole));
+    must_be(both.gpu->fetch(both.gpu, out, 0));
+    assert_memory_equal(out, other, sizeof out);
+    mirror_forget();
+}
+
 static void test_random(void **state)
 {
     (void)state;
@@ -766,6 +792,7 @@ int main(int argc, char **argv) /* argv[1]: only the tests of that name */
                                        cmocka_unit_test(test_random),
                                        cmocka_unit_test(test_out_of_memory),
                                        cmocka_unit_test(test_time),
+                                       cmocka_unit_test(test_boxes),
                                        cmocka_unit_test(test_repeat),
                                        cmocka_unit_test(test_record_that_grows),
                                        cmocka_unit_test(test_embed),

@@ -349,6 +349,56 @@ static void test_dense_lane_sends_all(void **state)
     assert_int_equal(t.slot[0].fresh, slot_mask(B) & ~7ull); /* what the merge takes is unchanged */
 }
 
+/* What benchmarks run at: so many positions an iteration, the lowest, whatever the probabilities. */
+static void test_pace(void **state)
+{
+    (void)state;
+    static const int32_t pattern[3][3] = {{3, 0, 5}, {8, 0, 0}, {1, 6, 1}};
+    bench t;
+    open_bench(&t, 1);
+    t.s.pace = tensor_of((void *)pattern, I32, 3, 3);
+    assert_int_equal(slots_pace(&t.s, 1, 0, 0), 8); /* block b of slot s: pattern (s + b * slot_count) % patterns */
+    assert_int_equal(slots_pace(&t.s, 0, 1, 0), 8);
+    assert_int_equal(slots_pace(&t.s, 3, 2, 1), 6);
+    assert_int_equal(slots_pace(&t.s, 0, 0, 3), 0); /* behind the last step */
+    admit(&t, 0, 0, 2 * B);
+    admit(&t, 1, 2, B);
+    say(&t, 7, 0.99f); /* all would pass */
+    static const uint64_t first[] = {7, 0, 0xf8};
+    for (int i = 0; i < 3; i++) {
+        rows(&t);
+        if (i == 0)
+            t.best[B].id = 6;
+        commit(&t);
+        assert_int_equal(t.report[0].committed, first[i]);
+        assert_int_equal(t.report[0].iteration, i);
+    }
+    assert_true(t.report[0].block_done);
+    assert_int_equal(t.token[1][2], 6);
+    assert_int_equal(t.slot[1].block, 1); /* its block took all 6 at once: 8 were allowed, 2 were given */
+    t.best[1].probability = NAN;
+    rows(&t);
+    commit(&t);
+    assert_true(t.report[0].broken); /* no pace hides logits that are none */
+}
+
+static void test_boxes(void **state)
+{
+    (void)state;
+    backend *b;
+    int32_t table[3][4] = {{1, 2, 3, 4}, {5, 6, 7, 8}, {9, 10, 11, 12}}, out[6] = {0};
+    tensor part = {.data = table[1], .rows = 2, .cols = 3, .ld = 4, .type = I32}, none = tensor_of(table, I32, 0, 4);
+    assert_int_equal(backend_cpu_open(&b, 1), OK);
+    assert_int_equal(b->post(b, 0, &part), OK);
+    assert_int_equal(b->post(b, BOXES - 1, &none), OK);
+    table[1][0] = 0; /* what was posted stays */
+    assert_int_equal(b->fetch(b, out, BOXES - 1), OK);
+    assert_int_equal(out[0], 0);
+    assert_int_equal(b->fetch(b, out, 0), OK);
+    assert_memory_equal(out, ((int32_t[]){5, 6, 7, 9, 10, 11}), sizeof out);
+    b->close(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_path_table),
@@ -359,6 +409,8 @@ int main(void)
                                        cmocka_unit_test(test_row_fallbacks),
                                        cmocka_unit_test(test_ages),
                                        cmocka_unit_test(test_cohorts_start_together),
-                                       cmocka_unit_test(test_dense_lane_sends_all)};
+                                       cmocka_unit_test(test_dense_lane_sends_all),
+                                       cmocka_unit_test(test_pace),
+                                       cmocka_unit_test(test_boxes)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -444,6 +444,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
         barrier_init_done();
     }
     __syncthreads();
+    let_next();
+    after_previous();
     if (threadIdx.x < 128) {
         registers_fewer<40>();
         if (threadIdx.x == 0)
@@ -497,9 +499,8 @@ static status attend_wide(cuda *c, tensor *y, const tensor *qkv, const kv_pool *
     cudaError_t e = cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
     if (e != cudaSuccess)
         return cuda_check(e, "attention", __FILE__, __LINE__);
-    attend_kernel<<<cuda_grid(c, (int64_t)most * op.most_chunks, 1), THREADS, SHARED, c->stream>>>(q_map, k_map, v_map,
-                                                                                                   op);
-    return CUDA_LAUNCHED("attention");
+    return launch(c, "attention", attend_kernel, cuda_grid(c, (int64_t)most * op.most_chunks, 1), THREADS, SHARED, q_map,
+                  k_map, v_map, op);
 }
 
 /* ---- any shape: a warp takes one head's query row; 32 keys at a time, one a lane, with a running maximum */
@@ -512,6 +513,8 @@ static __global__ void __launch_bounds__(PLAIN_WARPS *WARP)
 {
     __shared__ float query[PLAIN_WARPS][PLAIN_HEAD];
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
+    let_next();
+    after_previous();
     int64_t items = used_rows(spans) * block * heads, step = (int64_t)gridDim.x * PLAIN_WARPS;
     float scale = rsqrtf((float)dim);
     for (int64_t i = (int64_t)blockIdx.x * PLAIN_WARPS + warp; i < items; i += step) {
@@ -573,7 +576,7 @@ extern "C" status cuda_attend(backend *b, tensor *y, const tensor *qkv, const kv
         aligned(&kv->k) && aligned(&kv->v) && cuda_is_hopper(c))
         return attend_wide(c, y, qkv, kv, layer, in, s, r);
     int64_t items = in->span.rows * r->block_size * r->heads;
-    plain_kernel<<<cuda_grid(c, (items + PLAIN_WARPS - 1) / PLAIN_WARPS, 16), PLAIN_WARPS * WARP, 0, c->stream>>>(
-        *y, *qkv, *kv, in->span, s->page, layer * kv->page_count, r->block_size, r->heads, r->kv_heads, r->head_dim);
-    return CUDA_LAUNCHED("attention");
+    return launch(c, "attention", plain_kernel, cuda_grid(c, (items + PLAIN_WARPS - 1) / PLAIN_WARPS, 16),
+                  PLAIN_WARPS * WARP, 0, *y, *qkv, *kv, in->span, s->page, layer * kv->page_count, r->block_size,
+                  r->heads, r->kv_heads, r->head_dim);
 }

@@ -1,4 +1,4 @@
-/* The CUDA backend: one GPU, one stream. Memory, transfers, time and the replay of forwards are here; the ops are
+/* The CUDA backend: one GPU, one stream, and one beside it. Memory, transfers, time and the replay of forwards are here; the ops are
  * launchers in the .cu files. */
 #include "cuda/kernels.h"
 
@@ -51,8 +51,9 @@ out:
 
 status cuda_scratch(cuda *c, void **out, size_t bytes)
 {
-    status st = cuda_grow(c, &c->scratch, bytes, "the scratch of an op");
-    *out = c->scratch.data;
+    cuda_buffer *own = &c->scratch[c->stream == c->beside];
+    status st = cuda_grow(c, own, bytes, "the scratch of an op");
+    *out = own->data;
     return st;
 }
 
@@ -293,6 +294,7 @@ static status mark_as(cuda *c, int whose)
     }
     CUDA_TRY(cudaEventRecord(m->event[m->count], c->stream));
     m->phase[m->count++] = whose;
+    c->ordered = true;
 out:
     return st;
 }
@@ -305,6 +307,7 @@ static status record_mark(cuda *c, cuda_record *r, int whose)
     CUDA_TRY(cudaEventCreate(&r->event[r->count]));
     r->phase[r->count] = whose;
     CUDA_TRY(cudaEventRecordWithFlags(r->event[r->count++], c->stream, cudaEventRecordExternal));
+    c->ordered = true;
 out:
     return st;
 }
@@ -312,6 +315,8 @@ out:
 static status mark(backend *b, phase p)
 {
     cuda *c = cuda_of(b);
+    if (c->stream == c->beside)
+        return OK;
     if (c->marks->recording)
         return record_mark(c, c->marks->recording, p);
     return c->capturing ? OK : mark_as(c, p);
@@ -342,6 +347,7 @@ static status capture(cuda *c, cudaGraphExec_t *exec, cuda_record *timed, status
         st = call(of);
     c->capturing = false;
     c->marks->recording = NULL;
+    c->stream = c->main; /* where the call failed beside */
     cudaError_t e = cudaStreamEndCapture(c->stream, &graph); /* also where the call failed */
     TRY(st);
     TRY(cuda_check(e, "the capture of a forward", __FILE__, __LINE__));
@@ -399,6 +405,42 @@ static void forget(backend *b, void *record)
     free(r);
 }
 
+/* ---- two streams */
+
+static status aside(backend *b)
+{
+    status st = OK;
+    cuda *c = cuda_of(b);
+    assert(c->stream == c->main);
+    CUDA_TRY(cudaEventRecord(c->parted, c->main));
+    CUDA_TRY(cudaStreamWaitEvent(c->beside, c->parted, 0));
+    c->stream = c->beside;
+    c->ordered = true;
+out:
+    return st;
+}
+
+static status back(backend *b)
+{
+    status st = OK;
+    cuda *c = cuda_of(b);
+    assert(c->stream == c->beside);
+    CUDA_TRY(cudaEventRecord(c->joined, c->beside));
+    c->stream = c->main;
+out:
+    return st;
+}
+
+static status join(backend *b)
+{
+    status st = OK;
+    cuda *c = cuda_of(b);
+    CUDA_TRY(cudaStreamWaitEvent(c->main, c->joined, 0));
+    c->ordered = true;
+out:
+    return st;
+}
+
 /* ---- the device */
 
 static void close_cuda(backend *b)
@@ -419,11 +461,17 @@ static void close_cuda(backend *b)
     }
     cudaFree(c->workspace);
     cudaFree(c->routed);
-    cuda_buffer *const all[] = {&c->scratch, &c->angles, &c->begins, &c->seen, &c->ranges};
-    for (int i = 0; i < 5; i++)
+    cuda_buffer *const all[] = {&c->scratch[0], &c->scratch[1], &c->angles, &c->begins, &c->seen, &c->ranges};
+    for (int i = 0; i < 6; i++)
         cudaFree(all[i]->data);
-    if (c->stream)
-        cudaStreamDestroy(c->stream);
+    if (c->parted)
+        cudaEventDestroy(c->parted);
+    if (c->joined)
+        cudaEventDestroy(c->joined);
+    if (c->main)
+        cudaStreamDestroy(c->main);
+    if (c->beside)
+        cudaStreamDestroy(c->beside);
     free(c);
     free(b);
 }
@@ -444,13 +492,16 @@ static const backend table = {
     .laps = laps,
     .repeat = repeat,
     .forget = forget,
+    .aside = aside,
+    .back = back,
+    .join = join,
     .rows = cuda_rows,
     .commit = cuda_commit,
     .embed = cuda_embed,
     .matmul = cuda_matmul,
-    .add = cuda_add,
+    .gated = cuda_gated,
     .norm = cuda_norm,
-    .swiglu = cuda_swiglu,
+    .add_norm = cuda_add_norm,
     .rotate = cuda_rotate,
     .attend = cuda_attend,
     .pack = cuda_pack,
@@ -515,7 +566,13 @@ static status open_device(cuda *c, int local_rank)
     c->sm_count = prop.multiProcessorCount;
     c->shared_most = prop.sharedMemPerBlockOptin;
     c->overlaps = prop.major >= 9;
-    CUDA_TRY(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
+    int least, most; /* what runs beside takes what room the main stream leaves */
+    CUDA_TRY(cudaDeviceGetStreamPriorityRange(&least, &most));
+    CUDA_TRY(cudaStreamCreateWithPriority(&c->main, cudaStreamNonBlocking, most));
+    CUDA_TRY(cudaStreamCreateWithPriority(&c->beside, cudaStreamNonBlocking, least));
+    CUDA_TRY(cudaEventCreateWithFlags(&c->parted, cudaEventDisableTiming));
+    CUDA_TRY(cudaEventCreateWithFlags(&c->joined, cudaEventDisableTiming));
+    c->stream = c->main;
     if (cublasLtCreate(&c->lt) != CUBLAS_STATUS_SUCCESS)
         FAIL(FAILED, "cuBLASLt does not start on %s", prop.name);
     TRY(take(c, &c->workspace, CUDA_WORKSPACE_BYTES, "cuBLASLt"));

@@ -81,7 +81,8 @@ static status launch(cuda *c, const char *what, void (*kernel)(PARAMETERS...), d
     how.dynamicSmemBytes = shared;
     how.stream = c->stream;
     how.attrs = &early;
-    how.numAttrs = c->overlaps ? 1 : 0;
+    how.numAttrs = c->overlaps && !c->ordered ? 1 : 0;
+    c->ordered = false;
     return cuda_check(cudaLaunchKernelEx(&how, kernel, PARAMETERS(arguments)...), what, __FILE__, __LINE__);
 }
 
@@ -90,6 +91,20 @@ static __device__ __forceinline__ float warp_sum(float x)
     for (int half = WARP / 2; half > 0; half /= 2)
         x += __shfl_xor_sync(EVERY_LANE, x, half);
     return x;
+}
+
+/* The sum over a block of THREADS, for every thread: warps first, then the warps' sums in order. */
+template <int THREADS> static __device__ __forceinline__ float block_sum(float x, float *room)
+{
+    x = warp_sum(x);
+    if (threadIdx.x % WARP == 0)
+        room[threadIdx.x / WARP] = x;
+    __syncthreads();
+    float sum = 0;
+    for (int i = 0; i < THREADS / WARP; i++)
+        sum += room[i];
+    __syncthreads();
+    return sum;
 }
 
 /* e^x as the CPU backend computes it (src/cpu/lanes.h), product by product, so that router scores are the same bits. */

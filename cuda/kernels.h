@@ -44,12 +44,15 @@ typedef struct cuda_marks cuda_marks;     /* mark and laps: recorded events (bac
 typedef struct cuda {
     int device, sm_count;
     size_t shared_most;       /* bytes of shared memory a block may opt in to */
-    cudaStream_t stream;
+    cudaStream_t stream;      /* what ops enqueue on: main, or beside between aside and back */
+    cudaStream_t main, beside;
+    cudaEvent_t parted, joined; /* aside waits for the one, join for the other */
     bool capturing;           /* what is enqueued now becomes a graph */
+    bool ordered;             /* the next launch follows more than one kernel: it must not overlap */
     bool overlaps;            /* kernels may start while the one before them ends: device.cuh, launch */
     cublasLtHandle_t lt;      /* what ceilings.c measures with; the ops' own products are in gemm.cuh */
     void *workspace;          /* of cuBLASLt: CUDA_WORKSPACE_BYTES on the device */
-    cuda_buffer scratch;      /* of one op at a time; see cuda_scratch */
+    cuda_buffer scratch[2];   /* of one op at a time, on main and beside; see cuda_scratch */
     cuda_buffer angles;       /* rotary: F32 [positions, rotary_dim], cos then sin of rotary_dim / 2 angles */
     int32_t angle_count, angle_dim;
     float angle_theta;
@@ -68,7 +71,7 @@ static inline cuda *cuda_of(const backend *b)
     return (cuda *)b->self;
 }
 
-/* Device memory for the op that asks, until the next op asks. It grows at need, by the worst case of the op's shapes,
+/* Device memory for the op that asks, until the next op on its stream asks. It grows at need, by the worst case of the op's shapes,
  * so that only the first forward allocates. FAILED: out of memory, or growth while a graph is captured. */
 status cuda_scratch(cuda *c, void **out, size_t bytes);
 /* The same for a buffer that holds longer; its content is lost when it grows. */
@@ -98,11 +101,8 @@ status cuda_commit(backend *b, slots *s, const tensor *best, const batch *in, co
 /* rows.cu */
 status cuda_random(backend *b, const tensor *dst, uint64_t seed, float scale);
 status cuda_embed(backend *b, tensor *y, const tensor *table, const tensor *ids);
-status cuda_add(backend *b, tensor *y, const tensor *x);
-status cuda_swiglu(backend *b, tensor *y, const tensor *gate_up);
+status cuda_gated(backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w);
 status cuda_pack(backend *b, tensor *packed, const tensor *full, const tensor *rows);
-status cuda_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in,
-                  const slots *s, const block_rule *k);
 /* dst [rows, cols] strided = src [rows, cols] contiguous on the device, as `from`, converted. */
 status cuda_convert(cuda *c, const tensor *dst, const void *src, dtype from);
 /* Is there machine code for this device in the program? */
@@ -111,6 +111,10 @@ cudaError_t cuda_probe(void);
 status cuda_norm(backend *b, tensor *y, const tensor *x, const tensor *w, float eps);
 status cuda_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, const tensor *q_norm, const tensor *k_norm,
                    const batch *in, const slots *s, const attention_rule *r);
+/* residual.cu */
+status cuda_add_norm(backend *b, const residual *r, const tensor *y, const batch *in);
+status cuda_merge(backend *b, const residual *r, const tensor *packed, const tensor *shared, tensor *cache, int layer,
+                  const batch *in, const slots *s, const block_rule *k);
 /* route.cu, atlas.cu */
 status cuda_route(backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p, int layer,
                   const batch *in, const slots *s, const route_rule *r, const block_rule *k);

@@ -6,25 +6,12 @@
 
 enum { THREADS = 256, WAVES = 16, VECTOR = 8 };
 
-/* The sum over the block, for every thread: warps first, then the warps' sums in order. */
-static __device__ float block_sum(float x, float *room)
-{
-    x = warp_sum(x);
-    if (threadIdx.x % WARP == 0)
-        room[threadIdx.x / WARP] = x;
-    __syncthreads();
-    float sum = 0;
-    for (int i = 0; i < THREADS / WARP; i++)
-        sum += room[i];
-    __syncthreads();
-    return sum;
-}
-
 /* y = x / sqrt(mean(x^2) + eps) * w; a thread keeps its first vector of a row in registers. y may be x. */
 template <int V> static __global__ void norm_kernel(tensor y, tensor x, const float *w, float eps)
 {
     typedef pack_of<bf16, V> pack;
     __shared__ float room[THREADS / WARP];
+    let_next();
     after_previous();
     int64_t n = used_rows(x), width = x.cols / V;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
@@ -39,7 +26,7 @@ template <int V> static __global__ void norm_kernel(tensor y, tensor x, const fl
             for (int k = 0; k < V; k++)
                 sum = fmaf(widen(a.x[k]), widen(a.x[k]), sum);
         }
-        float scale = 1.0f / sqrtf(block_sum(sum, room) / (float)x.cols + eps);
+        float scale = 1.0f / sqrtf(block_sum<THREADS>(sum, room) / (float)x.cols + eps);
         for (int64_t j = threadIdx.x; j < width; j += THREADS) {
             pack a = j == threadIdx.x ? first : from[j];
             for (int k = 0; k < V; k++)
@@ -116,6 +103,8 @@ template <int N> static __global__ void rotate_kernel(rotation a)
 {
     typedef pack_of<bf16, N> pack;
     int heads = a.r.heads + 2 * a.r.kv_heads, lane = threadIdx.x % WARP, half = a.r.rotary_dim / 2;
+    let_next();
+    after_previous();
     int64_t items = used_rows(a.in.position) * heads;
     for (int64_t t = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; t < items;
          t += gridDim.x * (int64_t)(THREADS / WARP)) {
@@ -159,6 +148,8 @@ static __global__ void rotate_any_kernel(rotation a)
     extern __shared__ float room[];
     int d = a.r.head_dim, heads = a.r.heads + 2 * a.r.kv_heads, lane = threadIdx.x % WARP, half = a.r.rotary_dim / 2;
     float *x = room + threadIdx.x / WARP * d;
+    let_next();
+    after_previous();
     int64_t items = used_rows(a.in.position) * heads;
     for (int64_t t = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; t < items;
          t += gridDim.x * (int64_t)(THREADS / WARP)) {
@@ -205,13 +196,7 @@ extern "C" status cuda_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, c
     unsigned grid = cuda_grid(c, (in->position.rows * heads + THREADS / WARP - 1) / (THREADS / WARP), WAVES);
     bool whole = (d == 64 || d == 128 || d == 256) && half % n == 0 && qkv->ld % n == 0 && kv->k.ld % n == 0 &&
                  kv->v.ld % n == 0;
-    if (whole && n == 2)
-        rotate_kernel<2><<<grid, THREADS, 0, c->stream>>>(a);
-    else if (whole && n == 4)
-        rotate_kernel<4><<<grid, THREADS, 0, c->stream>>>(a);
-    else if (whole && n == 8)
-        rotate_kernel<8><<<grid, THREADS, 0, c->stream>>>(a);
-    else
-        rotate_any_kernel<<<grid, THREADS, (size_t)d * (THREADS / WARP) * sizeof(float), c->stream>>>(a);
-    return CUDA_LAUNCHED("rotate");
+    auto kernel = !whole ? rotate_any_kernel : n == 2 ? rotate_kernel<2> : n == 4 ? rotate_kernel<4> : rotate_kernel<8>;
+    size_t room = whole ? 0 : (size_t)d * (THREADS / WARP) * sizeof(float);
+    return launch(c, "rotate", kernel, grid, THREADS, room, a);
 }

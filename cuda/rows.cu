@@ -1,5 +1,5 @@
-/* What moves or combines rows one by one: embedding, residuals, SiLU, conversion, and the compact and full forms of a
- * shard. A block takes a row at a time, a thread V neighbouring elements; nothing here sums over a row. */
+/* What moves or combines rows one by one: embedding, SiLU, conversion, and the compact form of a shard. A block takes a
+ * row at a time, a thread V neighbouring elements; nothing here sums over a row. */
 #include "cuda/device.cuh"
 
 enum { THREADS = 256, WAVES = 16, VECTOR = 8 }; /* 8 BF16: 16 bytes */
@@ -76,6 +76,8 @@ extern "C" cudaError_t cuda_probe(void)
 template <int V> static __global__ void gather_kernel(tensor y, tensor x, tensor index)
 {
     typedef pack_of<bf16, V> pack;
+    let_next();
+    after_previous();
     int64_t n = used_rows(index), width = y.cols / V;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         const pack *from = (const pack *)row_of<bf16>(x, *row_of<int32_t>(index, i));
@@ -90,11 +92,8 @@ static status gather(backend *b, const tensor *y, const tensor *x, const tensor 
     cuda *c = cuda_of(b);
     assert(y->type == BF16 && x->type == BF16 && index->type == I32 && y->cols == x->cols);
     unsigned grid = cuda_grid(c, index->rows, WAVES);
-    if (vectors_fit(*y, VECTOR) && vectors_fit(*x, VECTOR))
-        gather_kernel<VECTOR><<<grid, THREADS, 0, c->stream>>>(*y, *x, *index);
-    else
-        gather_kernel<1><<<grid, THREADS, 0, c->stream>>>(*y, *x, *index);
-    return CUDA_LAUNCHED(what);
+    auto kernel = vectors_fit(*y, VECTOR) && vectors_fit(*x, VECTOR) ? gather_kernel<VECTOR> : gather_kernel<1>;
+    return launch(c, what, kernel, grid, THREADS, 0, *y, *x, *index);
 }
 
 extern "C" status cuda_embed(backend *b, tensor *y, const tensor *table, const tensor *ids)
@@ -107,39 +106,13 @@ extern "C" status cuda_pack(backend *b, tensor *packed, const tensor *full, cons
     return gather(b, packed, full, rows, "pack");
 }
 
-/* ---- y += x, SiLU */
-
-template <int V> static __global__ void add_kernel(tensor y, tensor x)
-{
-    typedef pack_of<bf16, V> pack;
-    int64_t n = min(used_rows(y), used_rows(x)), width = y.cols / V;
-    for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
-        pack *to = (pack *)row_of<bf16>(y, i);
-        const pack *from = (const pack *)row_of<bf16>(x, i);
-        for (int64_t j = threadIdx.x; j < width; j += blockDim.x) {
-            pack a = to[j], z = from[j];
-            for (int k = 0; k < V; k++)
-                narrow(&a.x[k], widen(a.x[k]) + widen(z.x[k]));
-            to[j] = a;
-        }
-    }
-}
-
-extern "C" status cuda_add(backend *b, tensor *y, const tensor *x)
-{
-    cuda *c = cuda_of(b);
-    assert(y->type == BF16 && x->type == BF16 && y->cols == x->cols);
-    unsigned grid = cuda_grid(c, y->rows < x->rows ? y->rows : x->rows, WAVES);
-    if (vectors_fit(*y, VECTOR) && vectors_fit(*x, VECTOR))
-        add_kernel<VECTOR><<<grid, THREADS, 0, c->stream>>>(*y, *x);
-    else
-        add_kernel<1><<<grid, THREADS, 0, c->stream>>>(*y, *x);
-    return CUDA_LAUNCHED("add");
-}
+/* ---- SiLU */
 
 template <int V> static __global__ void swiglu_kernel(tensor y, tensor gate_up)
 {
     typedef pack_of<bf16, V> pack;
+    let_next();
+    after_previous();
     int64_t n = used_rows(gate_up), width = y.cols / V;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         const pack *gate = (const pack *)row_of<bf16>(gate_up, i),
@@ -156,70 +129,15 @@ template <int V> static __global__ void swiglu_kernel(tensor y, tensor gate_up)
     }
 }
 
-extern "C" status cuda_swiglu(backend *b, tensor *y, const tensor *gate_up)
+extern "C" status cuda_gated(backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w)
 {
     cuda *c = cuda_of(b);
-    assert(y->type == BF16 && gate_up->type == BF16 && gate_up->cols == 2 * y->cols && y->rows >= gate_up->rows);
-    unsigned grid = cuda_grid(c, gate_up->rows, WAVES);
-    if (vectors_fit(*y, VECTOR) && vectors_fit(*gate_up, VECTOR))
-        swiglu_kernel<VECTOR><<<grid, THREADS, 0, c->stream>>>(*y, *gate_up);
-    else
-        swiglu_kernel<1><<<grid, THREADS, 0, c->stream>>>(*y, *gate_up);
-    return CUDA_LAUNCHED("swiglu");
-}
-
-/* ---- merge */
-
-/* The first items are the packed rows: each goes to its row of y, and to the cache where it is decoded. The others are
- * the rows of the batch: those that the forward did not make anew come from the cache. */
-template <int V>
-static __global__ void merge_kernel(tensor y, tensor packed, tensor cache, int layer, batch in, slots s, block_rule k)
-{
-    typedef pack_of<bf16, V> pack;
-    typedef pack_of<float, V> wide;
-    int64_t fresh = used_rows(in.fresh), rows = used_rows(in.position), width = y.cols / V;
-    const int32_t *role = (const int32_t *)in.role.data, *position = (const int32_t *)in.position.data;
-    const int32_t *owner = (const int32_t *)in.slot.data, *listed = (const int32_t *)in.fresh.data;
-    for (int64_t i = blockIdx.x; i < fresh + rows; i += gridDim.x) {
-        int64_t row = i < fresh ? listed[i] : i - fresh;
-        bool sealing = role[row] == ROW_SEALING;
-        int32_t in_block = position[row] % k.block_size;
-        const slot *x = (const slot *)s.slot.data + owner[row];
-        bool anew = sealing || (x->fresh >> in_block & 1);
-        if (anew != (i < fresh))
-            continue;
-        pack *to = (pack *)row_of<bf16>(y, row);
-        pack *kept =
-            (pack *)row_of<bf16>(cache, ((int64_t)layer * s.slot_count + owner[row]) * k.block_size + in_block);
-        if (!anew) {
-            for (int64_t j = threadIdx.x; j < width; j += blockDim.x)
-                to[j] = kept[j];
-            continue;
-        }
-        bool keep = !sealing && (x->decoded >> in_block & 1);
-        const wide *from = (const wide *)row_of<float>(packed, i);
-        for (int64_t j = threadIdx.x; j < width; j += blockDim.x) {
-            wide a = from[j];
-            pack r;
-            for (int n = 0; n < V; n++)
-                narrow(&r.x[n], a.x[n]);
-            to[j] = r;
-            if (keep)
-                kept[j] = r;
-        }
-    }
-}
-
-extern "C" status cuda_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in,
-                             const slots *s, const block_rule *k)
-{
-    cuda *c = cuda_of(b);
-    assert(y->type == BF16 && packed->type == F32 && cache->type == BF16);
-    assert(y->cols == packed->cols && y->cols == cache->cols);
-    unsigned grid = cuda_grid(c, in->fresh.rows + in->position.rows, WAVES);
-    if (vectors_fit(*y, VECTOR) && vectors_fit(*packed, VECTOR) && vectors_fit(*cache, VECTOR))
-        merge_kernel<VECTOR><<<grid, THREADS, 0, c->stream>>>(*y, *packed, *cache, layer, *in, *s, *k);
-    else
-        merge_kernel<1><<<grid, THREADS, 0, c->stream>>>(*y, *packed, *cache, layer, *in, *s, *k);
-    return CUDA_LAUNCHED("merge");
+    assert(y->type == BF16 && both->type == BF16 && both->cols == 2 * y->cols && y->rows >= x->rows);
+    status st = cuda_matmul(b, both, x, w);
+    if (st != OK)
+        return st;
+    tensor products = *both;
+    products.used = x->used;
+    auto kernel = vectors_fit(*y, VECTOR) && vectors_fit(*both, VECTOR) ? swiglu_kernel<VECTOR> : swiglu_kernel<1>;
+    return launch(c, "swiglu", kernel, cuda_grid(c, x->rows, WAVES), THREADS, 0, *y, products);
 }

@@ -94,6 +94,8 @@ static __global__ void plan_kernel(slots s, batch out, plans p, block_rule r, be
     __shared__ uint64_t room[WARP];
     int words = (p.cohort_count + 31) / 32;
     uint32_t *busy = marks, *waiting = marks + words;
+    let_next();
+    after_previous();
     slot *all = (slot *)s.slot.data;
     for (int i = threadIdx.x; i < 2 * words; i += PLAN_THREADS)
         marks[i] = 0;
@@ -177,10 +179,12 @@ static __device__ void lay_span(const batch &b, const slots &s, const slot *sl, 
                                         : !decoded ? ROW_LIVE
                                         : sl->before & bit ? ROW_STABLE
                                                            : ROW_NEW;
-        if (sealing || r.dense_lane)
-            ((int32_t *)b.fresh.data)[fresh + i] = row;
-        else if (sl->fresh & bit)
-            ((int32_t *)b.fresh.data)[fresh + __popcll(sl->fresh & below)] = row;
+        int32_t place = sealing || r.dense_lane ? fresh + i
+                        : sl->fresh & bit       ? fresh + __popcll(sl->fresh & below)
+                                                : -1;
+        ((int32_t *)b.place.data)[row] = place;
+        if (place >= 0)
+            ((int32_t *)b.fresh.data)[place] = row;
         if (!sealing && !decoded)
             ((int32_t *)b.live.data)[live + __popcll(~sl->decoded & below)] = row;
     }
@@ -191,6 +195,8 @@ static __global__ void lay_kernel(slots s, batch out, plans p, block_rule r, con
 {
     int i = blockIdx.x, cohort = i / r.cohort, first = cohort * r.cohort;
     const slot *all = (const slot *)s.slot.data, *sl = all + i;
+    let_next();
+    after_previous();
     if (i == first)
         for (int l = 0; l < p.layers; l++) {
             uint32_t *log = (uint32_t *)log_of(p, l, cohort),
@@ -229,11 +235,12 @@ extern "C" status cuda_rows(backend *b, batch *out, slots *s, plans *p, const bl
                        "what the routers chose");
     if (st != OK)
         return st;
-    plan_kernel<<<1, PLAN_THREADS, marks, c->stream>>>(*s, *out, *p, *r, (begins *)c->begins.data, c->routed);
-    if (s->slot_count > 0)
-        lay_kernel<<<s->slot_count, LAY_THREADS, 0, c->stream>>>(*s, *out, *p, *r, (const begins *)c->begins.data,
-                                                                 (uint32_t *)c->seen.data, words);
-    return CUDA_LAUNCHED("rows");
+    begins *begin = (begins *)c->begins.data;
+    st = launch(c, "rows", plan_kernel, 1, PLAN_THREADS, marks, *s, *out, *p, *r, begin, c->routed);
+    if (st == OK && s->slot_count > 0)
+        st = launch(c, "rows", lay_kernel, s->slot_count, LAY_THREADS, 0, *s, *out, *p, *r, begin,
+                    (uint32_t *)c->seen.data, words);
+    return st;
 }
 
 /* ---- commit */
@@ -243,6 +250,8 @@ static __global__ void log_kernel(slots s, plans p, block_rule r, const uint32_t
 {
     int64_t at = (blockIdx.x * (int64_t)COMMIT_THREADS + threadIdx.x) / WARP;
     int lane = threadIdx.x % WARP, cohort = (int)(at % p.cohort_count), layer = (int)(at / p.cohort_count);
+    let_next();
+    after_previous();
     if (layer >= p.layers)
         return;
     const slot *all = (const slot *)s.slot.data;
@@ -429,6 +438,8 @@ static __device__ void commit_slot(slot *sl, slot_report *rep, int32_t *token, c
 static __global__ void commit_kernel(slots s, tensor best, plans p, block_rule r, const begins *begin)
 {
     int lane = threadIdx.x % WARP, i = blockIdx.x * COMMIT_SLOTS + threadIdx.x / WARP;
+    let_next();
+    after_previous();
     if (i >= s.slot_count)
         return;
     slot *sl = (slot *)s.slot.data + i;
@@ -463,11 +474,15 @@ extern "C" status cuda_commit(backend *b, slots *s, const tensor *best, const ba
     assert(s->report.ld == (int64_t)sizeof(slot_report) && best->ld == (int64_t)sizeof(head_best));
     if (s->slot_count == 0)
         return OK;
+    status st = OK;
     int64_t logs = (int64_t)p->layers * p->cohort_count;
+    unsigned warps = (unsigned)((logs + COMMIT_SLOTS - 1) / COMMIT_SLOTS),
+             grid = (unsigned)((s->slot_count + COMMIT_SLOTS - 1) / COMMIT_SLOTS);
     if (logs > 0)
-        log_kernel<<<(unsigned)((logs + COMMIT_SLOTS - 1) / COMMIT_SLOTS), COMMIT_THREADS, 0, c->stream>>>(
-            *s, *p, *r, (const uint32_t *)c->seen.data, words, c->experts);
-    commit_kernel<<<(s->slot_count + COMMIT_SLOTS - 1) / COMMIT_SLOTS, COMMIT_THREADS, 0, c->stream>>>(
-        *s, *best, *p, *r, (const begins *)c->begins.data);
-    return CUDA_LAUNCHED("commit");
+        st = launch(c, "commit", log_kernel, warps, COMMIT_THREADS, 0, *s, *p, *r, (const uint32_t *)c->seen.data,
+                    words, c->experts);
+    if (st == OK)
+        st = launch(c, "commit", commit_kernel, grid, COMMIT_THREADS, 0, *s, *best, *p, *r,
+                    (const begins *)c->begins.data);
+    return st;
 }

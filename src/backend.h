@@ -80,9 +80,19 @@ typedef struct batch {
     tensor span;     /* I32 [spans, 4], used: span_count; struct span */
     tensor fresh; /* I32 [rows, 1], used: fresh_count; rows dispatched to routed experts, sealing rows among them (all
                      rows with block_rule.dense_lane) */
+    tensor place;    /* I32 [rows, 1], used: row_count; where in `fresh` the row stands, -1: nowhere */
     tensor live;     /* I32 [rows, 1], used: live_count */
     tensor count;    /* I32 [4, 1]: row_count, span_count, fresh_count, live_count; what the `used` above point at */
 } batch;
+
+/* Where a sublayer ends and the next one begins: x += y; h = RMSNorm(x) weight. All in the activation dtype, each sum
+ * rounded to it. */
+typedef struct residual {
+    tensor x, h;     /* [rows, H]: the residual stream; what the next sublayer reads */
+    tensor h_fresh;  /* [fresh, H]: the rows of h that batch.fresh lists, in its order; no data: nobody wants them */
+    const tensor *norm; /* F32 [1, H] */
+    float eps;
+} residual;
 
 typedef struct attention_rule {
     int32_t heads, kv_heads, head_dim, rotary_dim;
@@ -170,7 +180,8 @@ typedef struct backend {
     status (*post)(struct backend *b, int box, const tensor *src);
     status (*fetch)(struct backend *b, void *dst, int box);
     status (*sync)(struct backend *b);
-    status (*mark)(struct backend *b, phase p);              /* the work since the last mark was p's */
+    status (*mark)(struct backend *b, phase p); /* the work since the last mark was p's; between aside and back: nothing,
+                                                   the wait of join is what it cost */
     /* Adds to seconds[] those of each phase that were marked since the last call, then forgets them. */
     status (*laps)(struct backend *b, double seconds[PHASES]);
     /* Runs call(of), which enqueues the same work at every call, its tensors and settings included. A backend may
@@ -178,6 +189,12 @@ typedef struct backend {
      * own; forget gives it back, and accepts NULL. */
     status (*repeat)(struct backend *b, void **record, status (*call)(void *of), void *of);
     void (*forget)(struct backend *b, void *record);
+    /* What is enqueued from aside to back may run beside what follows back, until join, which all that comes later waits
+     * for. It sees all that was enqueued before aside; it and what runs beside it write nothing the other touches. One
+     * at a time. */
+    status (*aside)(struct backend *b);
+    status (*back)(struct backend *b);
+    status (*join)(struct backend *b);
 
     /* the life of blocks */
     /* Chooses every slot's path, starts blocks whose cohort is ready, lays out the rows of this forward, and for each
@@ -191,10 +208,10 @@ typedef struct backend {
     /* dense */
     status (*embed)(struct backend *b, tensor *y, const tensor *table, const tensor *ids);  /* y[i] = table[ids[i]] */
     status (*matmul)(struct backend *b, tensor *y, const tensor *x, const tensor *w); /* y[n,o] = x[n,i] w[o,i]^T */
-    status (*add)(struct backend *b, tensor *y, const tensor *x);                           /* y += x */
-    status (*norm)(struct backend *b, tensor *y, const tensor *x, const tensor *w,
-                   float eps);                                             /* RMSNorm; w F32 [1, H] */
-    status (*swiglu)(struct backend *b, tensor *y, const tensor *gate_up); /* y[n,I] = silu(gu[n,0:I]) * gu[n,I:2I] */
+    /* y[n, I] = silu(x w[0:I]^T) * (x w[I:2I]^T); both [n, 2I]: room for the two products, left as it may be */
+    status (*gated)(struct backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w);
+    status (*norm)(struct backend *b, tensor *y, const tensor *x, const tensor *w, float eps); /* RMSNorm; w F32 [1, H] */
+    status (*add_norm)(struct backend *b, const residual *r, const tensor *y, const batch *in);
 
     /* attention */
     /* qkv [rows, (heads + 2 kv_heads) head_dim]: norms and rotates q in place; norms and rotates k, and writes k and v
@@ -223,12 +240,13 @@ typedef struct backend {
      * in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. */
     status (*experts)(struct backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                       const expert_set *e);
-    /* y[row] = packed[i] for row = fresh[i] unless the slot's `fresh` mask lacks it (dense_lane); other rows of active
-     * blocks come from the decoded cache. Rows that are decoded and fresh are written into the cache.
-     * packed F32 [fresh, H]; cache [sparse layers * slot_count * B, H], row (layer * slot_count + slot) * B + position
-     * in the block. y in the activation dtype. */
-    status (*merge)(struct backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in,
-                    const slots *s, const block_rule *k);
+    /* add_norm of what a sparse layer gives each row, y[row] (+ shared[row], where shared has data). y[row] = packed[i]
+     * for row = fresh[i] unless the slot's `fresh` mask lacks it (dense_lane); other rows of active blocks come from the
+     * decoded cache. Rows that are decoded and fresh are written into the cache. packed F32 [fresh, H], shared
+     * [rows, H]; cache [sparse layers * slot_count * B, H], row (layer * slot_count + slot) * B + position in the block.
+     */
+    status (*merge)(struct backend *b, const residual *r, const tensor *packed, const tensor *shared, tensor *cache,
+                    int layer, const batch *in, const slots *s, const block_rule *k);
 
     /* the end of a forward */
     /* best U8 [live, sizeof(head_best)]; h [live, H] is normed; w [V, H]. Logits are never kept. */

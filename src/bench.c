@@ -354,8 +354,7 @@ static status look(bench *x)
     for (int32_t n = 0; n < times; n++) {
         int32_t count[4];
         double touched = 0, seen = 0;
-        TRY(b->rows(b, &e->batch, &e->slots, &e->plans, &e->rule.block));
-        TRY(b->embed(b, &v->x, &e->weights->embed, &e->batch.token));
+        TRY(executor_begin(e));
         TRY(b->download(b, count, &e->batch.count));
         for (int l = 0, s = 0; l < x->config->layers; l++) {
             TRY(attention_layer(e, l));
@@ -366,10 +365,7 @@ static status look(bench *x)
             TRY(moe_layer(e, l, s++));
             TRY(count_touched(x, count[2], ids, &touched));
         }
-        TRY(b->pack(b, &v->h_live, &v->x, &e->batch.live));
-        TRY(b->norm(b, &v->n_live, &v->h_live, &e->weights->norm, x->config->norm_eps));
-        TRY(b->head(b, &v->best, &v->n_live, &e->weights->head, e->rule.block.mask_id));
-        TRY(b->commit(b, &e->slots, &v->best, &e->batch, &e->plans, &e->rule.block));
+        TRY(executor_end(e));
         TRY(b->download(b, spans, &e->batch.span));
         TRY(executor_reports(e, rep));
         for (int32_t i = 0; i < count[1]; i++)

@@ -229,7 +229,8 @@ static status fetch(backend *b, void *dst, int box)
     return OK;
 }
 
-static status sync_nothing(backend *b)
+/* What waits or orders: every call is over when it returns. */
+static status in_order(backend *b)
 {
     (void)b;
     return OK;
@@ -295,18 +296,21 @@ static const backend table = {
     .download = download,
     .post = post,
     .fetch = fetch,
-    .sync = sync_nothing,
+    .sync = in_order,
     .mark = mark,
     .laps = laps,
     .repeat = repeat,
     .forget = forget,
+    .aside = in_order,
+    .back = in_order,
+    .join = in_order,
     .rows = cpu_rows,
     .commit = cpu_commit,
     .embed = cpu_embed,
     .matmul = cpu_matmul,
-    .add = cpu_add,
+    .gated = cpu_gated,
     .norm = cpu_norm,
-    .swiglu = cpu_swiglu,
+    .add_norm = cpu_add_norm,
     .rotate = cpu_rotate,
     .attend = cpu_attend,
     .pack = cpu_pack,

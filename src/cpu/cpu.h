@@ -81,6 +81,9 @@ size_t cpu_panel_floats(const tensor *w, int panel);
 /* Rows [first, first + rows) of w as fp32: in place, or widened into `room`. */
 const float *cpu_panel_of(const tensor *w, int64_t first, int rows, float *room, int64_t *ld);
 
+/* norm.c: y[0..n) = x / sqrt(mean(x^2) + eps) * w; y may be x. */
+void cpu_norm_row(float *y, const float *x, const float *w, int64_t n, float eps);
+
 /* route.c: the n best experts of one row under the model's own rule without a support: group limits and bias decide the
  * order, score[] is the score without bias, not normalised. z, bias [experts]. Descending order; ties to the lower id.
  * Returns how many there are: fewer than n where the kept groups hold fewer. */
@@ -91,9 +94,9 @@ status cpu_rows(backend *b, batch *out, slots *s, plans *p, const block_rule *r)
 status cpu_commit(backend *b, slots *s, const tensor *best, const batch *in, const plans *p, const block_rule *r);
 status cpu_embed(backend *b, tensor *y, const tensor *table, const tensor *ids);
 status cpu_matmul(backend *b, tensor *y, const tensor *x, const tensor *w);
-status cpu_add(backend *b, tensor *y, const tensor *x);
+status cpu_gated(backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w);
 status cpu_norm(backend *b, tensor *y, const tensor *x, const tensor *w, float eps);
-status cpu_swiglu(backend *b, tensor *y, const tensor *gate_up);
+status cpu_add_norm(backend *b, const residual *r, const tensor *y, const batch *in);
 status cpu_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, const tensor *q_norm, const tensor *k_norm,
                   const batch *in, const slots *s, const attention_rule *r);
 status cpu_attend(backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in,
@@ -105,8 +108,8 @@ status cpu_route(backend *b, tensor *ids, tensor *weights, const tensor *z, cons
                  const batch *in, const slots *s, const route_rule *r, const block_rule *k);
 status cpu_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                    const expert_set *e);
-status cpu_merge(backend *b, tensor *y, const tensor *packed, tensor *cache, int layer, const batch *in, const slots *s,
-                 const block_rule *k);
+status cpu_merge(backend *b, const residual *r, const tensor *packed, const tensor *shared, tensor *cache, int layer,
+                 const batch *in, const slots *s, const block_rule *k);
 status cpu_head(backend *b, tensor *best, const tensor *h, const tensor *w, int32_t mask_id);
 
 /* Sets OpenBLAS to one thread: the tasks are spread by this backend. */

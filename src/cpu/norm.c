@@ -5,8 +5,7 @@
 #include <assert.h>
 #include <stdlib.h>
 
-/* y = x / sqrt(mean(x^2) + eps) * w; y may be x */
-static void norm_row(float *y, const float *x, const float *w, int64_t n, float eps)
+void cpu_norm_row(float *y, const float *x, const float *w, int64_t n, float eps)
 {
     float scale = 1.0f / sqrtf(lane_squares(x, n) / (float)n + eps);
 #pragma omp simd
@@ -25,7 +24,7 @@ static void norm_rows(void *arg, int64_t from, int64_t to, int thread)
     const norm_task *t = arg;
     (void)thread;
     for (int64_t i = from; i < to; i++)
-        norm_row(cpu_row(t->y, i), cpu_row(t->x, i), t->w->data, t->x->cols, t->eps);
+        cpu_norm_row(cpu_row(t->y, i), cpu_row(t->x, i), t->w->data, t->x->cols, t->eps);
 }
 
 status cpu_norm(backend *b, tensor *y, const tensor *x, const tensor *w, float eps)
@@ -68,7 +67,7 @@ static void rotate_head(float *y, const float *x, const float *weight, const flo
 {
     int d = r->head_dim, half = r->rotary_dim / 2;
     if (weight)
-        norm_row(y, x, weight, d, r->eps);
+        cpu_norm_row(y, x, weight, d, r->eps);
     else if (y != x)
         memcpy(y, x, (size_t)d * sizeof *y);
 #pragma omp simd

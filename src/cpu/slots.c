@@ -77,7 +77,7 @@ static void add_span(batch *b, const slots *s, const slot *sl, int index, int bl
 {
     int32_t *count = b->count.data; /* rows, spans, fresh, live */
     int32_t *token = b->token.data, *position = b->position.data, *slot_of = b->slot.data, *role = b->role.data;
-    int32_t *fresh = b->fresh.data, *live = b->live.data;
+    int32_t *fresh = b->fresh.data, *place = b->place.data, *live = b->live.data;
     const int32_t *from = (const int32_t *)s->token.data + index * s->token.ld + (int64_t)block * r->block_size;
     ((span *)b->span.data)[count[1]++] = (span){.slot = index, .block = block, .row = count[0], .sealing = sealing};
     for (int i = 0; i < r->block_size; i++) {
@@ -92,8 +92,11 @@ static void add_span(batch *b, const slots *s, const slot *sl, int index, int bl
             role[row] = ROW_LIVE;
         else
             role[row] = sl->before & bit ? ROW_STABLE : ROW_NEW;
-        if (sealing || r->dense_lane || (sl->fresh & bit))
+        place[row] = -1;
+        if (sealing || r->dense_lane || (sl->fresh & bit)) {
+            place[row] = count[2];
             fresh[count[2]++] = row;
+        }
         if (role[row] == ROW_LIVE)
             live[count[3]++] = row;
     }

@@ -56,6 +56,12 @@ static void lay_slots(executor *x, arena *a)
     x->decoded_cache = arena_tensor(a, x->backend->activation, layers * n * r->block.block_size, c->hidden);
 }
 
+/* Then the list `fresh` names every row, and packing would be a copy. */
+static bool always_fresh(const block_rule *k)
+{
+    return k->refresh_every == 1 || k->dense_lane;
+}
+
 static tensor counted(tensor t, const int32_t *used)
 {
     t.used = used;
@@ -80,6 +86,7 @@ static void lay_iteration(executor *x, arena *a)
     b->role = counted(arena_tensor(a, I32, rows, 1), row_count);
     b->span = counted(arena_tensor(a, I32, rows / r->block.block_size, sizeof(span) / sizeof(int32_t)), span_count);
     b->fresh = counted(arena_tensor(a, I32, rows, 1), fresh_count);
+    b->place = counted(arena_tensor(a, I32, rows, 1), row_count);
     b->live = counted(arena_tensor(a, I32, rows, 1), live_count);
     activations *v = &x->a;
     v->x = counted(arena_tensor(a, t, rows, h), row_count);
@@ -92,10 +99,8 @@ static void lay_iteration(executor *x, arena *a)
     v->z = counted(arena_tensor(a, F32, rows, c->experts), fresh_count);
     v->ids = counted(arena_tensor(a, I32, rows, c->top_k), fresh_count);
     v->weights = counted(arena_tensor(a, F32, rows, c->top_k), fresh_count);
-    v->x_fresh = counted(arena_tensor(a, t, rows, h), fresh_count);
+    v->x_fresh = counted(always_fresh(&r->block) ? v->h : arena_tensor(a, t, rows, h), fresh_count);
     v->y_fresh = counted(arena_tensor(a, F32, rows, h), fresh_count);
-    v->y_shard = counted(arena_tensor(a, t, rows, h), row_count);
-    v->h_live = counted(arena_tensor(a, t, live, h), live_count);
     v->n_live = counted(arena_tensor(a, t, live, h), live_count);
     v->best = counted(arena_tensor(a, U8, live, sizeof(head_best)), live_count);
 }
@@ -305,18 +310,51 @@ static void upset_plans(executor *x)
 #define upset_plans(x) ((void)0)
 #endif
 
+residual executor_residual(const executor *x, const tensor *norm)
+{
+    return (residual){.x = x->a.x, .h = x->a.h, .norm = norm, .eps = x->config->norm_eps};
+}
+
+const tensor *executor_norm_after(const executor *x, int layer)
+{
+    return layer + 1 < x->config->layers ? &x->weights->layer[layer + 1].input_norm : &x->weights->norm;
+}
+
+status executor_begin(executor *x)
+{
+    status st = OK;
+    backend *b = x->backend;
+    activations *v = &x->a;
+    TRY(b->rows(b, &x->batch, &x->slots, &x->plans, &x->rule.block));
+    TRY(b->embed(b, &v->x, &x->weights->embed, &x->batch.token));
+    spoil(x);
+    TRY(b->norm(b, &v->h, &v->x, executor_norm_after(x, -1), x->config->norm_eps));
+    TRY(executor_mark(x, -1, PHASE_DECODE));
+out:
+    return st;
+}
+
+status executor_end(executor *x)
+{
+    status st = OK;
+    backend *b = x->backend;
+    activations *v = &x->a;
+    TRY(b->pack(b, &v->n_live, &v->h, &x->batch.live));
+    TRY(b->head(b, &v->best, &v->n_live, &x->weights->head, x->rule.block.mask_id));
+    TRY(executor_mark(x, -1, PHASE_HEAD));
+    TRY(b->commit(b, &x->slots, &v->best, &x->batch, &x->plans, &x->rule.block));
+    TRY(executor_mark(x, -1, PHASE_DECODE));
+out:
+    return st;
+}
+
 static status enqueue(void *of)
 {
     status st = OK;
     executor *x = of;
-    backend *b = x->backend;
-    activations *v = &x->a;
     int sparse = 0;
     upset_plans(x);
-    TRY(b->rows(b, &x->batch, &x->slots, &x->plans, &x->rule.block));
-    TRY(b->embed(b, &v->x, &x->weights->embed, &x->batch.token));
-    spoil(x);
-    TRY(executor_mark(x, -1, PHASE_DECODE));
+    TRY(executor_begin(x));
     for (int l = 0; l < x->config->layers; l++) {
         TRY(attention_layer(x, l));
         if (x->weights->layer[l].sparse)
@@ -324,12 +362,7 @@ static status enqueue(void *of)
         else
             TRY(dense_layer(x, l));
     }
-    TRY(b->pack(b, &v->h_live, &v->x, &x->batch.live));
-    TRY(b->norm(b, &v->n_live, &v->h_live, &x->weights->norm, x->config->norm_eps));
-    TRY(b->head(b, &v->best, &v->n_live, &x->weights->head, x->rule.block.mask_id));
-    TRY(executor_mark(x, -1, PHASE_HEAD));
-    TRY(b->commit(b, &x->slots, &v->best, &x->batch, &x->plans, &x->rule.block));
-    TRY(executor_mark(x, -1, PHASE_DECODE));
+    TRY(executor_end(x));
 out:
     return st;
 }

@@ -21,13 +21,13 @@ typedef struct executor_rule {
 
 /* What one forward works on; sized once from the worst case. */
 typedef struct activations {
-    tensor x, h;           /* residual stream; normed [rows, H] */
+    tensor x, h;           /* residual stream; normed, for the next sublayer [rows, H] */
     tensor qkv, attended;  /* [rows, (heads + 2 kv) hd], [rows, heads hd] */
-    tensor y;              /* [rows, H]: what a sublayer adds to x */
+    tensor y;              /* [rows, H]: what attention, a dense MLP or the shared expert adds to x */
     tensor gate_up, inner; /* dense layers and the shared expert */
     tensor z, ids, weights; /* [fresh, E] F32, [fresh, K] I32, [fresh, K] F32 */
-    tensor x_fresh, y_fresh, y_shard; /* [fresh, H], F32 [fresh, H], [rows, H] */
-    tensor h_live, n_live, best; /* [live, H] twice, head_best [live] */
+    tensor x_fresh, y_fresh; /* [fresh, H], F32 [fresh, H]; x_fresh is h itself where every row is always fresh */
+    tensor n_live, best;     /* [live, H]: of the last norm; head_best [live] */
 } activations;
 
 typedef struct executor {
@@ -90,9 +90,17 @@ status executor_fetch(executor *x, slot_report *out, int box);
 /* What was enqueued since the last mark was this phase's; layer -1: of no layer. */
 status executor_mark(executor *x, int layer, phase p);
 
-/* The two halves of a layer (attention.c, moe.c); `sparse` counts sparse layers from 0. */
+/* The parts of a forward, in order: begin, the halves of each layer (attention.c, moe.c; `sparse` counts sparse layers
+ * from 0), end. A half finds its input in a.h, and leaves there what the next one reads. */
+status executor_begin(executor *x);
 status attention_layer(executor *x, int layer);
 status dense_layer(executor *x, int layer);
 status moe_layer(executor *x, int layer, int sparse);
+status executor_end(executor *x);
+
+/* The end of a sublayer; norm: the next one's. Nothing is packed. */
+residual executor_residual(const executor *x, const tensor *norm);
+/* The norm that follows a layer: the next one's, or the last. */
+const tensor *executor_norm_after(const executor *x, int layer);
 
 #endif

@@ -4,7 +4,7 @@
 #include "src/exec/observe.h"
 
 /* y = down(silu(gate h) * up h), for all rows of the batch. */
-static status mlp(executor *x, tensor *y, const tensor *gate_up, const tensor *down)
+static status mlp(executor *x, const tensor *gate_up, const tensor *down)
 {
     status st = OK;
     backend *b = x->backend;
@@ -12,9 +12,8 @@ static status mlp(executor *x, tensor *y, const tensor *gate_up, const tensor *d
     tensor both = v->gate_up, inner = v->inner; /* sized for the widest; here as wide as this layer's */
     both.cols = both.ld = gate_up->rows;
     inner.cols = inner.ld = down->cols;
-    TRY(b->matmul(b, &both, &v->h, gate_up));
-    TRY(b->swiglu(b, &inner, &both));
-    TRY(b->matmul(b, y, &inner, down));
+    TRY(b->gated(b, &inner, &both, &v->h, gate_up));
+    TRY(b->matmul(b, &v->y, &inner, down));
 out:
     return st;
 }
@@ -23,9 +22,24 @@ status dense_layer(executor *x, int layer)
 {
     status st = OK;
     const layer_weights *w = &x->weights->layer[layer];
-    TRY(mlp(x, &x->a.y, &w->gate_up, &w->down));
-    TRY(x->backend->add(x->backend, &x->a.x, &x->a.y));
+    residual after = executor_residual(x, executor_norm_after(x, layer));
+    TRY(mlp(x, &w->gate_up, &w->down));
+    TRY(x->backend->add_norm(x->backend, &after, &x->a.y, &x->batch));
     TRY(executor_mark(x, layer, PHASE_SHARED));
+out:
+    return st;
+}
+
+/* It needs h alone, and runs beside the routed experts' way. */
+static status shared_expert(executor *x, int layer)
+{
+    status st = OK;
+    backend *b = x->backend;
+    const layer_weights *w = &x->weights->layer[layer];
+    TRY(b->aside(b));
+    TRY(mlp(x, &w->shared_gate_up, &w->shared_down));
+    TRY(executor_mark(x, layer, PHASE_SHARED));
+    TRY(b->back(b));
 out:
     return st;
 }
@@ -37,9 +51,11 @@ status moe_layer(executor *x, int layer, int sparse)
     activations *v = &x->a;
     const layer_weights *w = &x->weights->layer[layer];
     const block_rule *k = &x->rule.block;
+    residual after = executor_residual(x, executor_norm_after(x, layer));
+    tensor shared = w->shared_gate_up.data ? v->y : (tensor){0};
     lane_load here;
-    TRY(b->pack(b, &v->x_fresh, &v->h, &x->batch.fresh));
-    TRY(executor_mark(x, layer, PHASE_MERGE));
+    if (shared.data)
+        TRY(shared_expert(x, layer));
     TRY(b->matmul(b, &v->z, &v->x_fresh, &w->router));
     TRY(executor_mark(x, layer, PHASE_ROUTE));
     TRY(b->support(b, &x->plans, sparse, &v->z, &w->router_bias, &x->batch, &x->slots, &x->route, &x->rule.atlas, k));
@@ -53,16 +69,14 @@ status moe_layer(executor *x, int layer, int sparse)
     TRY(executor_mark(x, layer, PHASE_EXPERTS));
     TRY(x->lane->combine(x->lane, &v->y_fresh, &here));
     TRY(executor_mark(x, layer, PHASE_COMBINE));
-    TRY(b->merge(b, &v->y_shard, &v->y_fresh, &x->decoded_cache, sparse, &x->batch, &x->slots, k));
-    TRY(executor_mark(x, layer, PHASE_MERGE));
     if (x->observer)
         TRY(observe_layer(x->observer, x, sparse));
-    if (w->shared_gate_up.data) {
-        TRY(mlp(x, &v->y, &w->shared_gate_up, &w->shared_down));
-        TRY(b->add(b, &v->y_shard, &v->y));
+    if (shared.data) {
+        TRY(b->join(b));
+        TRY(executor_mark(x, layer, PHASE_SHARED));
     }
-    TRY(b->add(b, &v->x, &v->y_shard));
-    TRY(executor_mark(x, layer, PHASE_SHARED));
+    TRY(b->merge(b, &after, &v->y_fresh, &shared, &x->decoded_cache, sparse, &x->batch, &x->slots, k));
+    TRY(executor_mark(x, layer, PHASE_MERGE));
 out:
     return st;
 }

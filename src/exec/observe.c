@@ -21,8 +21,8 @@ struct observer {
     slot *slot;                                  /* [slots] */
     int32_t *slot_of, *position, *role, *fresh;  /* [rows] */
     int32_t counts[4];                           /* as in struct batch */
-    int32_t *ids;                                /* [rows, K] */
-    float *y;                                    /* [rows, H] */
+    int32_t *ids;                                /* [fresh, K] */
+    float *y;                                    /* [fresh, H] */
 };
 
 static void lay_host(observer *o, arena *m)
@@ -92,23 +92,6 @@ out:
     return st;
 }
 
-/* The outputs of all rows, as fp32. */
-static status take_outputs(observer *o, const executor *x)
-{
-    status st = OK;
-    tensor y = tensor_rows(&x->a.y_shard, 0, o->counts[0]);
-    TRY(x->backend->download(x->backend, o->y, &y));
-    if (y.type == BF16) {
-        const uint16_t *from = (const uint16_t *)o->y;
-        for (int64_t i = y.rows * y.cols - 1; i >= 0; i--) { /* widened in place, from behind */
-            uint32_t bits = (uint32_t)from[i] << 16;
-            memcpy(&o->y[i], &bits, sizeof bits);
-        }
-    }
-out:
-    return st;
-}
-
 static void add_cosine(observer *o, int kind, int age, const float *a, const float *b, int64_t n)
 {
     double ab = 0, aa = 0, bb = 0;
@@ -145,9 +128,9 @@ status observe_layer(observer *o, const executor *x, int sparse)
     int64_t hidden = x->config->hidden;
     if (sparse == 0)
         TRY(begin(o, x));
-    tensor ids = tensor_rows(&x->a.ids, 0, o->counts[2]);
+    tensor ids = tensor_rows(&x->a.ids, 0, o->counts[2]), y = tensor_rows(&x->a.y_fresh, 0, o->counts[2]);
     TRY(x->backend->download(x->backend, o->ids, &ids));
-    TRY(take_outputs(o, x));
+    TRY(x->backend->download(x->backend, o->y, &y));
     if (n > 0)
         memset(o->now, 0, (size_t)n * sizeof *o->now);
     for (int32_t i = 0; i < o->counts[2]; i++) {
@@ -161,12 +144,12 @@ status observe_layer(observer *o, const executor *x, int sparse)
         }
         int64_t place = ((int64_t)sparse * n + of) * block + at;
         float *reference = o->reference + place * hidden;
-        const float *y = o->y + row * hidden;
+        const float *given = o->y + i * hidden;
         if (s->iteration == 0 || o->role[row] == ROW_NEW) {
-            memcpy(reference, y, (size_t)hidden * sizeof *y);
+            memcpy(reference, given, (size_t)hidden * sizeof *given);
             o->since[place] = s->iteration;
         } else {
-            add_cosine(o, o->role[row] == ROW_LIVE, s->iteration - o->since[place], reference, y, hidden);
+            add_cosine(o, o->role[row] == ROW_LIVE, s->iteration - o->since[place], reference, given, hidden);
         }
     }
     for (int32_t i = 0; i < n; i++)

@@ -27,7 +27,7 @@ void observer_close(observer *o);
 /* The sums so far. */
 const observation *observer_sums(const observer *o);
 
-/* After the merge of a sparse layer (counted from 0): ids of the fresh rows and y_shard are there. Waits. */
+/* After the combine of a sparse layer (counted from 0): ids and y_fresh are there. Waits. */
 status observe_layer(observer *o, const executor *x, int sparse);
 
 #endif

@@ -91,11 +91,12 @@ static void open_bench(bench *x, int threads, int prefix, dtype held, const sum_
     batch *in = &x->in;
     in->token = zeros(I32, MOST, 1), in->position = zeros(I32, MOST, 1), in->slot = zeros(I32, MOST, 1);
     in->role = zeros(I32, MOST, 1), in->span = zeros(I32, SLOTS, 4), in->fresh = zeros(I32, MOST, 1);
+    in->place = zeros(I32, MOST, 1);
     for (int i = 0; i < MOST; i++) {
         ((int32_t *)in->position.data)[i] = prefix * B + i % B;
         ((int32_t *)in->slot.data)[i] = i / B;
         ((int32_t *)in->role.data)[i] = ROW_LIVE;
-        ((int32_t *)in->fresh.data)[i] = i;
+        ((int32_t *)in->fresh.data)[i] = ((int32_t *)in->place.data)[i] = i;
         ((int32_t *)in->token.data)[i] = i % V;
         ((span *)in->span.data)[i / B] = (span){i / B, prefix, i / B * B, 0};
         ((slot *)x->s.slot.data)[i / B].fresh = ~0ull;
@@ -123,7 +124,7 @@ typedef enum op {
     ROTATE,
     ATTEND,
     OUT_MATMUL,
-    ADD,
+    ADD_NORM,
     DENSE_MLP,
     SHARED_MLP,
     ROUTER_MATMUL,
@@ -140,12 +141,12 @@ static const struct {
     const char *name;
     int times;
 } ops[OPS] = {{"embed", 1},
-              {"norm", 2 * LAYERS + 1},
+              {"norm", 1},
               {"qkv", LAYERS},
               {"rotate", LAYERS},
               {"attend", LAYERS},
               {"out", LAYERS},
-              {"add", 3 * LAYERS - 1},
+              {"add and norm", LAYERS + 1},
               {"dense mlp", 1},
               {"shared mlp", LAYERS - 1},
               {"router", LAYERS - 1},
@@ -158,14 +159,14 @@ static const struct {
 static void mlp(bench *x, const tensor *w_both, const tensor *w_down)
 {
     tensor both = columns(x->both, w_both->rows), inner = columns(x->inner, w_down->cols);
-    stop(x->b->matmul(x->b, &both, &x->x, w_both));
-    stop(x->b->swiglu(x->b, &inner, &both));
+    stop(x->b->gated(x->b, &inner, &both, &x->x, w_both));
     stop(x->b->matmul(x->b, &x->y, &inner, w_down));
 }
 
 static void run_op(bench *x, op o)
 {
     backend *b = x->b;
+    residual after = {.x = x->x, .h = x->h, .norm = &x->norm, .eps = 1e-6f};
     switch (o) {
     case EMBED:
         stop(b->embed(b, &x->y, &x->w_head, &x->in.token));
@@ -185,8 +186,8 @@ static void run_op(bench *x, op o)
     case OUT_MATMUL:
         stop(b->matmul(b, &x->y, &x->attended, &x->w_out));
         break;
-    case ADD:
-        stop(b->add(b, &x->y, &x->x));
+    case ADD_NORM:
+        stop(b->add_norm(b, &after, &x->y, &x->in));
         break;
     case DENSE_MLP:
         mlp(x, &x->w_dense, &x->w_dense_down);
@@ -207,7 +208,7 @@ static void run_op(bench *x, op o)
         stop(b->experts(b, &x->sums, &x->x, &x->ids, &x->weights, &x->experts));
         break;
     case MERGE:
-        stop(b->merge(b, &x->y, &x->sums, &x->cache, 0, &x->in, &x->s, &block));
+        stop(b->merge(b, &after, &x->sums, &x->y, &x->cache, 0, &x->in, &x->s, &block));
         break;
     case HEAD:
         stop(b->head(b, &x->best, &x->x, &x->w_head, MASK));

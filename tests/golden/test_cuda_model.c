@@ -82,15 +82,13 @@ static void test_forward(void **state)
         executor *x = h.executor;
         backend *b = h.backend;
         must(executor_admit(x, 0, safetensors_find(vectors, "input_ids")->data, N, N + 1)); /* masks as they stand */
-        must(b->rows(b, &x->batch, &x->slots, &x->plans, &x->rule.block));
-        must(b->embed(b, &x->a.x, &x->weights->embed, &x->batch.token));
+        must(executor_begin(x));
         must(attention_layer(x, 0));
         must(dense_layer(x, 0));
         for (int l = 1; l < 3; l++) {
             must(attention_layer(x, l));
             must(moe_layer(x, l, l - 1));
         }
-        must(b->norm(b, &x->a.h, &x->a.x, &x->weights->norm, x->config->norm_eps));
         int64_t vocab = x->config->vocab;
         void *slab;
         must(b->reserve(b, &slab, (size_t)(N * vocab) * sizeof(float)));

@@ -111,13 +111,13 @@ static inline void mirror_fixture(fixture *g, fixture *f)
     *g = *f;
     g->in.count = mirror_same(&f->in.count);
     const int32_t *count = g->in.count.data;
-    tensor *from[] = {&f->in.position, &f->in.slot, &f->in.role, &f->in.span, &f->in.fresh};
-    tensor *to[] = {&g->in.position, &g->in.slot, &g->in.role, &g->in.span, &g->in.fresh};
-    for (int i = 0; i < 5; i++) {
+    tensor *from[] = {&f->in.position, &f->in.slot, &f->in.role, &f->in.place, &f->in.span, &f->in.fresh};
+    tensor *to[] = {&g->in.position, &g->in.slot, &g->in.role, &g->in.place, &g->in.span, &g->in.fresh};
+    for (int i = 0; i < 6; i++) {
         tensor plain = *from[i];
         plain.used = NULL;
         *to[i] = mirror_same(&plain);
-        to[i]->used = i < 3 ? count : i == 3 ? count + 1 : count + 2;
+        to[i]->used = i < 4 ? count : i == 4 ? count + 1 : count + 2;
     }
     g->s.slot = mirror_same(&f->s.slot);
     g->s.page = mirror_same(&f->s.page);

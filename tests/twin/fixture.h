@@ -120,6 +120,7 @@ static inline void fixture_close(fixture *f)
     free(f->in.role.data);
     free(f->in.span.data);
     free(f->in.fresh.data);
+    free(f->in.place.data);
 }
 
 /* Lays out the rows of these blocks; tensors have room to spare, so that `used` matters. fresh: rows that are sealing,
@@ -129,10 +130,12 @@ static inline void fixture_batch(fixture *f, const fixture_block *block, int blo
     int size = f->block_size, rows = blocks * size;
     batch *in = &f->in;
     free(in->position.data), free(in->slot.data), free(in->role.data), free(in->span.data), free(in->fresh.data);
+    free(in->place.data);
     in->position = fixture_ints(rows + 5, 1);
     in->slot = fixture_ints(rows + 5, 1);
     in->role = fixture_ints(rows + 5, 1);
     in->fresh = fixture_ints(rows + 5, 1);
+    in->place = fixture_ints(rows + 5, 1);
     in->span = fixture_ints(blocks + 2, 4);
     int fresh = 0;
     for (int i = 0; i < blocks; i++) {
@@ -143,15 +146,18 @@ static inline void fixture_batch(fixture *f, const fixture_block *block, int blo
             *int_at(&in->position, row) = block[i].block * size + j;
             *int_at(&in->slot, row) = block[i].slot;
             *int_at(&in->role, row) = block[i].sealing ? ROW_SEALING : x->decoded >> j & 1 ? ROW_STABLE : ROW_LIVE;
-            if (dense || block[i].sealing || (x->fresh >> j & 1))
+            *int_at(&in->place, row) = -1;
+            if (dense || block[i].sealing || (x->fresh >> j & 1)) {
+                *int_at(&in->place, row) = fresh;
                 *int_at(&in->fresh, fresh++) = row;
+            }
         }
     }
     f->count[0] = rows;
     f->count[1] = blocks;
     f->count[2] = fresh;
     in->count = tensor_of(f->count, I32, 4, 1);
-    in->position.used = in->slot.used = in->role.used = &f->count[0];
+    in->position.used = in->slot.used = in->role.used = in->place.used = &f->count[0];
     in->span.used = &f->count[1];
     in->fresh.used = &f->count[2];
 }

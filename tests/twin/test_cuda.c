@@ -5,6 +5,16 @@
 
 static const double STEP = 0x1p-7; /* of BF16: 8 bits */
 
+/* To BF16 and back. */
+static float rounded(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 /* ---- what a forward works on */
 
 static plans make_plans(int layers, int cohorts, int experts)
@@ -43,8 +53,8 @@ static void open_life(life *x, int slot_count, int blocks, block_rule k, int lay
     x->s.page = fixture_ints(slot_count, blocks);
     x->p = make_plans(layers, (slot_count + k.cohort - 1) / k.cohort, experts);
     x->in.count = fixture_ints(4, 1);
-    tensor *list[] = {&x->in.token, &x->in.position, &x->in.slot, &x->in.role, &x->in.fresh, &x->in.live};
-    for (int i = 0; i < 6; i++)
+    tensor *list[] = {&x->in.token, &x->in.position, &x->in.slot, &x->in.role, &x->in.fresh, &x->in.place, &x->in.live};
+    for (int i = 0; i < 7; i++)
         *list[i] = fixture_ints(rows, 1);
     x->in.span = fixture_ints(rows / k.block_size, 4);
     x->best = tensor_of(calloc((size_t)(slot_count * k.block_size), sizeof(head_best)), U8,
@@ -55,7 +65,7 @@ static void open_life(life *x, int slot_count, int blocks, block_rule k, int lay
 static void link_counts(life *x)
 {
     const int32_t *count = x->in.count.data;
-    x->in.token.used = x->in.position.used = x->in.slot.used = x->in.role.used = count;
+    x->in.token.used = x->in.position.used = x->in.slot.used = x->in.role.used = x->in.place.used = count;
     x->in.span.used = count + 1;
     x->in.fresh.used = count + 2;
     x->in.live.used = x->best.used = count + 3;
@@ -65,7 +75,7 @@ static life mirror_life(life *x)
 {
     life g = *x;
     tensor *all[] = {&g.s.slot, &g.s.report, &g.s.token, &g.s.page, &g.in.count, &g.in.token, &g.in.position,
-                     &g.in.slot, &g.in.role, &g.in.fresh, &g.in.live, &g.in.span, &g.best};
+                     &g.in.slot, &g.in.role, &g.in.fresh, &g.in.place, &g.in.live, &g.in.span, &g.best};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         *all[i] = mirror_same(all[i]);
     g.p = mirror_plans(&x->p);
@@ -76,7 +86,7 @@ static void close_life(life *x)
 {
     tensor *all[] = {&x->s.slot,   &x->s.report,    &x->s.token, &x->s.page,    &x->in.count,
                      &x->in.token, &x->in.position, &x->in.slot, &x->in.role,   &x->in.fresh,
-                     &x->in.live,  &x->in.span,     &x->best,    &x->p.support, &x->p.log};
+                     &x->in.place, &x->in.live,     &x->in.span, &x->best,      &x->p.support, &x->p.log};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         free(all[i]->data);
 }
@@ -176,6 +186,13 @@ static void test_out_of_memory(void **state)
     must_be(both.gpu->sync(both.gpu)); /* it left no error behind */
 }
 
+/* x += y, and its norm. */
+static status sum_up(const tensor *x, const tensor *y, const tensor *h, const tensor *w)
+{
+    residual r = {.x = *x, .h = *h, .norm = w, .eps = 1e-6f};
+    return both.gpu->add_norm(both.gpu, &r, y, &(batch){0});
+}
+
 /* Of each phase since the last call. */
 static void laps(double seconds[PHASES])
 {
@@ -190,9 +207,10 @@ static void test_time(void **state)
     laps(seconds);
     must_be(both.gpu->mark(both.gpu, PHASE_HOST));
     tensor big = tensor_of(mirror_bytes(64 << 20), BF16, 4096, 4096), same = big;
+    tensor weight = tensor_of(mirror_bytes(4096 * sizeof(float)), F32, 1, 4096);
     for (int i = 0; i < 6000; i++) { /* more marks than are held at a time */
         if (i < 100)
-            must_be(both.gpu->add(both.gpu, &big, &same));
+            must_be(sum_up(&big, &same, &same, &weight));
         must_be(both.gpu->mark(both.gpu, i < 100 ? PHASE_SHARED : PHASE_HEAD));
     }
     laps(seconds);
@@ -206,7 +224,7 @@ static void test_time(void **state)
 /* ---- recorded work */
 
 typedef struct work {
-    tensor y, x;
+    tensor y, x, z, h, weight, list;
     life *grows; /* its rows, which want more scratch than there is */
     int calls;
 } work;
@@ -217,15 +235,33 @@ static status work_call(void *of)
     work *w = of;
     if (w->calls++ > 0 && w->grows)
         TRY(both.gpu->rows(both.gpu, &w->grows->in, &w->grows->s, &w->grows->p, &w->grows->k));
-    TRY(both.gpu->add(both.gpu, &w->y, &w->x));
+    TRY(sum_up(&w->y, &w->x, &w->h, &w->weight));
     TRY(both.gpu->mark(both.gpu, PHASE_SHARED));
-    TRY(both.gpu->add(both.gpu, &w->y, &w->x));
+    TRY(both.gpu->aside(both.gpu)); /* z = y, while y is normed */
+    TRY(both.gpu->pack(both.gpu, &w->z, &w->y, &w->list));
+    TRY(both.gpu->mark(both.gpu, PHASE_HEAD));
+    TRY(both.gpu->back(both.gpu));
+    TRY(both.gpu->norm(both.gpu, &w->h, &w->y, &w->weight, 1e-6f));
+    TRY(both.gpu->join(both.gpu));
+    TRY(sum_up(&w->y, &w->z, &w->h, &w->weight));
     TRY(both.gpu->mark(both.gpu, PHASE_MERGE));
 out:
     return st;
 }
 
-/* Each repeat does the work once, whether called or replayed; its time falls to the phases that were marked. */
+static work make_work(const tensor *y, const tensor *x)
+{
+    tensor w = fixture_tensor(1, x->cols, 1), list = fixture_ints(x->rows, 1), z = *y, from = *x;
+    for (int i = 0; i < list.rows; i++)
+        *int_at(&list, i) = i;
+    work made = {.y = mirror(&z), .x = mirror(&from), .z = mirror(&z), .h = mirror(&z), .weight = mirror_same(&w),
+                 .list = mirror_same(&list)};
+    free(w.data), free(list.data);
+    return made;
+}
+
+/* Each repeat does the work once, whether called or replayed, in order but for what is put aside; its time falls to the
+ * phases that were marked. */
 static void test_repeat(void **state)
 {
     (void)state;
@@ -233,8 +269,8 @@ static void test_repeat(void **state)
     tensor x = fixture_tensor(512, 2048, 1), y = fixture_tensor(512, 2048, 1);
     for (int64_t i = 0; i < x.rows; i++)
         for (int64_t j = 0; j < x.cols; j++)
-            at(&x, i)[j] = 1, at(&y, i)[j] = 0;
-    work w = {.y = mirror(&y), .x = mirror(&x)};
+            at(&x, i)[j] = 0x1p-100f, at(&y, i)[j] = 0;
+    work w = make_work(&y, &x);
     void *record = NULL;
     double seconds[PHASES];
     laps(seconds);
@@ -244,9 +280,12 @@ static void test_repeat(void **state)
     assert_true(w.calls < TIMES / 10);
     assert_true(seconds[PHASE_SHARED] > 0 && seconds[PHASE_MERGE] > 0 && seconds[PHASE_HEAD] == 0);
     mirror_read(&y, &w.y);
+    float want = 0; /* y = 2 (y + x), rounded */
+    for (int i = 0; i < TIMES; i++)
+        want = 2 * rounded(want + 0x1p-100f);
     for (int64_t i = 0; i < y.rows; i++)
         for (int64_t j = 0; j < y.cols; j++)
-            assert_true(at(&y, i)[j] == 2 * TIMES);
+            assert_true(at(&y, i)[j] == want);
     both.gpu->forget(both.gpu, record);
     both.gpu->forget(both.gpu, NULL);
     free(x.data), free(y.data);
@@ -261,7 +300,8 @@ static void test_record_that_grows(void **state)
     open_life(&big, 4000, 2, (block_rule){.block_size = 2, .cohort = 1}, 1, 16);
     life g = mirror_life(&big);
     link_counts(&g);
-    work w = {.y = mirror(&y), .x = mirror(&x), .grows = &g};
+    work w = make_work(&y, &x);
+    w.grows = &g;
     void *record = NULL;
     must_be(both.gpu->repeat(both.gpu, &record, work_call, &w));
     assert_int_equal(both.gpu->repeat(both.gpu, &record, work_call, &w), FAILED);
@@ -298,31 +338,30 @@ static void test_embed(void **state)
     }
 }
 
-/* Sum and SiLU are one rounding each of what the CPU has in fp32. */
-static void test_add_and_swiglu(void **state)
+/* SiLU is one rounding of what the CPU has in fp32; the product with a unit matrix is exact. */
+static void test_gated(void **state)
 {
     (void)state;
     for (int k = 0; k < SHAPES; k++) {
         int rows = shapes[k].rows, cols = shapes[k].out;
         int32_t used = rows;
-        tensor x = fixture_tensor(rows + 1, cols, 1), y = fixture_tensor(rows + 1, cols, 1);
-        tensor gu = fixture_tensor(rows + 1, 2 * cols, 1), have = fixture_tensor(rows + 1, cols, 1);
+        tensor y = fixture_tensor(rows + 1, cols, 1), x = fixture_tensor(rows + 1, 2 * cols, 1);
+        tensor products = fixture_tensor(rows + 1, 2 * cols, 1), w = fixture_tensor(2 * cols, 2 * cols, 0);
+        tensor have = fixture_tensor(rows + 1, cols, 1);
         for (int i = 0; i < rows; i++)
             for (int j = 0; j < cols; j++)
-                at(&gu, i)[j] *= powf(10, (float)(j % 4) - 1);
-        y.used = gu.used = &used;
-        tensor gx = mirror(&x), gy = mirror(&y), ggu = mirror(&gu);
-        must_be(both.cpu->add(both.cpu, &y, &x));
-        must_be(both.gpu->add(both.gpu, &gy, &gx));
-        mirror_read(&have, &gy);
-        for (int i = 0; i <= rows; i++)
-            assert_true(near_row(at(&have, i), at(&y, i), cols, STEP / 2, 1e-30));
-        must_be(both.cpu->swiglu(both.cpu, &y, &gu));
-        must_be(both.gpu->swiglu(both.gpu, &gy, &ggu));
+                at(&x, i)[j] *= powf(10, (float)(j % 4) - 1);
+        for (int j = 0; j < 2 * cols; j++)
+            at(&w, j)[j] = 1;
+        x.used = &used;
+        tensor gx = mirror(&x), gy = mirror(&y), gproducts = mirror(&products), gw = mirror_as(&w, BF16, 2 * cols);
+        must_be(both.cpu->gated(both.cpu, &y, &products, &x, &w));
+        must_be(both.gpu->gated(both.gpu, &gy, &gproducts, &gx, &gw));
         mirror_read(&have, &gy);
         for (int i = 0; i < rows; i++)
             assert_true(near_row(at(&have, i), at(&y, i), cols, STEP / 2, 1e-30));
-        free(x.data), free(y.data), free(gu.data), free(have.data);
+        assert_true(same_rows(&have, rows, &y, rows));
+        free(x.data), free(y.data), free(products.data), free(w.data), free(have.data);
         mirror_forget();
     }
 }
@@ -350,17 +389,99 @@ static void test_pack(void **state)
     }
 }
 
+/* ---- the ends of sublayers */
+
+/* A residual on both sides; x and h are what they hold on the GPU. */
+static void make_residual(residual *r, residual *g, int64_t rows, int64_t cols, int64_t fresh, tensor *w, tensor *gw)
+{
+    *w = fixture_tensor(1, cols, 1);
+    *gw = mirror_as(w, F32, cols);
+    *r = (residual){fixture_tensor(rows, cols, 3), fixture_tensor(rows, cols, 1), {0}, w, 1e-6f};
+    *g = (residual){mirror(&r->x), mirror(&r->h), {0}, gw, 1e-6f};
+    if (fresh > 0) {
+        r->h_fresh = fixture_tensor(fresh, cols, 1);
+        g->h_fresh = mirror(&r->h_fresh);
+    }
+}
+
+/* x, want [rows, cols]: the sums, rounded as they should be; h: the op `norm` of them; h_fresh: as the list says. Rows
+ * from `used` on are untouched. */
+static void check_residual(residual *g, const tensor *want, int used, const batch *in)
+{
+    tensor have = fixture_tensor(want->rows, want->cols, 1), norm = fixture_tensor(want->rows, want->cols, 1);
+    tensor x = g->x, h = g->h, all = g->x;
+    x.used = h.used = NULL;
+    mirror_read(&have, &x);
+    for (int64_t i = 0; i < want->rows; i++)
+        assert_true(same_rows(&have, i, want, i));
+    tensor again = mirror(&norm);
+    mirror_read(&norm, &h);
+    mirror_write(&again, &norm);
+    all.used = g->x.used;
+    must_be(both.gpu->norm(both.gpu, &again, &all, g->norm, g->eps));
+    mirror_read(&have, &again);
+    for (int64_t i = 0; i < want->rows; i++)
+        assert_true(same_rows(&norm, i, &have, i));
+    if (g->h_fresh.data) {
+        tensor packed = fixture_tensor(g->h_fresh.rows, want->cols, 1);
+        mirror_read(&packed, &g->h_fresh);
+        for (int i = 0; i < used; i++)
+            if (*int_at(&in->place, i) >= 0)
+                assert_true(same_rows(&packed, *int_at(&in->place, i), &have, i));
+        free(packed.data);
+    }
+    free(have.data), free(norm.data);
+}
+
+static void close_residual(residual *r, tensor *w)
+{
+    free(r->x.data), free(r->h.data), free(r->h_fresh.data), free(w->data);
+}
+
+static void test_add_norm(void **state)
+{
+    (void)state;
+    for (int k = 0; k < SHAPES; k++) {
+        int rows = shapes[k].rows, cols = shapes[k].in, count = 0;
+        int32_t used = rows;
+        tensor y = fixture_tensor(rows + 1, cols, 1), w, gw, place = fixture_ints(rows + 1, 1);
+        for (int i = 0; i < rows; i++)
+            *int_at(&place, i) = rand() % 3 ? count++ : -1;
+        residual r, g;
+        make_residual(&r, &g, rows + 1, cols, k % 3 ? count : 0, &w, &gw);
+        tensor counter = tensor_of(&used, I32, 1, 1), there = mirror_same(&counter), gy = mirror(&y);
+        g.x.used = there.data;
+        batch in = {.place = place}, gin = {.place = mirror_same(&place)};
+        must_be(both.gpu->add_norm(both.gpu, &g, &gy, &gin));
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < cols; j++)
+                at(&r.x, i)[j] = rounded(at(&r.x, i)[j] + at(&y, i)[j]);
+        check_residual(&g, &r.x, rows, &in);
+        r.x.used = &used;
+        for (int i = 0; i < rows; i++) /* the twin, whose x this is already */
+            memset(at(&y, i), 0, (size_t)cols * sizeof(float));
+        must_be(both.cpu->add_norm(both.cpu, &r, &y, &in));
+        tensor have = fixture_tensor(rows + 1, cols, 1);
+        mirror_read(&have, &g.h);
+        for (int i = 0; i < rows; i++)
+            assert_true(near_row(at(&have, i), at(&r.h, i), cols, STEP, 1e-30));
+        free(y.data), free(place.data), free(have.data);
+        close_residual(&r, &w);
+        mirror_forget();
+    }
+}
+
 static void test_merge(void **state)
 {
     (void)state;
     enum { SLOTS = 4, LAYERS = 3 };
-    static const int sizes[] = {1, 5, 32, BLOCK_MOST}, widths[] = {37, 64};
+    static const int sizes[] = {1, 5, 32, BLOCK_MOST}, widths[] = {37, 64, 2056};
     for (int n = 0; n < 4; n++)
-        for (int trial = 0; trial < 8; trial++) {
-            bool dense = trial % 2;
-            int here = sizes[n], layer = trial % LAYERS, width = widths[trial / 2 % 2];
+        for (int trial = 0; trial < 12; trial++) {
+            bool dense = trial % 2, alone = trial % 4 > 1;
+            int here = sizes[n], layer = trial % LAYERS, width = widths[trial / 2 % 3];
             block_rule k = {.block_size = here, .cohort = 1, .dense_lane = dense};
-            fixture f, g;
+            fixture f, m;
             fixture_open(&f, SLOTS, 4, here);
             for (int i = 0; i < SLOTS; i++) {
                 f.slot[i].decoded = ((uint64_t)rand() << 33 ^ (uint64_t)rand()) & slot_mask(here);
@@ -369,21 +490,32 @@ static void test_merge(void **state)
             }
             const fixture_block blocks[] = {{0, 1, true}, {0, 2, false}, {1, 3, false}, {3, 0, false}};
             fixture_batch(&f, blocks, trial == 6 ? 0 : 4, dense);
-            mirror_fixture(&g, &f);
-            tensor packed = fixture_tensor(f.count[2], width, 1), y = fixture_tensor(4 * here, width, 1);
-            tensor cache = fixture_tensor((int64_t)LAYERS * SLOTS * here, width, 1);
+            mirror_fixture(&m, &f);
+            tensor packed = fixture_tensor(f.count[2], width, 1), shared = fixture_tensor(4 * here, width, 1);
+            tensor cache = fixture_tensor((int64_t)LAYERS * SLOTS * here, width, 1), w, gw, none = {0};
+            residual r, g;
+            make_residual(&r, &g, 4 * here, width, trial % 3 ? f.count[2] : 0, &w, &gw);
             mirror(&packed); /* rounded */
-            tensor gp = mirror_same(&packed), gy = mirror(&y), gc = mirror(&cache);
-            must_be(both.cpu->merge(both.cpu, &y, &packed, &cache, layer, &f.in, &f.s, &k));
-            must_be(both.gpu->merge(both.gpu, &gy, &gp, &gc, layer, &g.in, &g.s, &k));
-            tensor have = fixture_tensor(y.rows, width, 1), kept = fixture_tensor(cache.rows, width, 1);
-            mirror_read(&have, &gy);
+            tensor gp = mirror_as(&packed, F32, (width + 7) / 8 * 8), gs = mirror(&shared), gc = mirror(&cache);
+            tensor x = fixture_tensor(4 * here, width, 0), was = r.x;
+            g.x.used = m.in.position.used;
+            r.x = x; /* from zero: what the routed experts give, exactly */
+            r.x.used = f.in.position.used;
+            must_be(both.cpu->merge(both.cpu, &r, &packed, &none, &cache, layer, &f.in, &f.s, &k));
+            must_be(both.gpu->merge(both.gpu, &g, &gp, alone ? &none : &gs, &gc, layer, &m.in, &m.s, &k));
+            for (int i = 0; i < f.count[0]; i++)
+                for (int j = 0; j < width; j++) {
+                    float y = at(&x, i)[j];
+                    y = alone ? y : rounded(y + at(&shared, i)[j]);
+                    at(&was, i)[j] = rounded(at(&was, i)[j] + y);
+                }
+            check_residual(&g, &was, f.count[0], &f.in);
+            tensor kept = fixture_tensor(cache.rows, width, 1);
             mirror_read(&kept, &gc);
-            for (int64_t i = 0; i < y.rows; i++)
-                assert_true(same_rows(&have, i, &y, i));
             for (int64_t i = 0; i < cache.rows; i++)
                 assert_true(same_rows(&kept, i, &cache, i));
-            free(packed.data), free(y.data), free(cache.data), free(have.data), free(kept.data);
+            free(packed.data), free(shared.data), free(cache.data), free(kept.data), free(was.data);
+            close_residual(&r, &w);
             fixture_close(&f);
             mirror_forget();
         }
@@ -674,6 +806,7 @@ static void live(int slot_count, block_rule k, const route_rule *r, int layers, 
         assert_true(equal_list(&g.in.slot, &x.in.slot));
         assert_true(equal_list(&g.in.role, &x.in.role));
         assert_true(equal_list(&g.in.fresh, &x.in.fresh));
+        assert_true(equal_list(&g.in.place, &x.in.place));
         assert_true(equal_list(&g.in.live, &x.in.live));
         assert_true(equal_list(&g.in.span, &x.in.span));
         assert_true(equal_bytes(&g.s.slot, &x.s.slot));
@@ -796,8 +929,9 @@ int main(int argc, char **argv) /* argv[1]: only the tests of that name */
                                        cmocka_unit_test(test_repeat),
                                        cmocka_unit_test(test_record_that_grows),
                                        cmocka_unit_test(test_embed),
-                                       cmocka_unit_test(test_add_and_swiglu),
+                                       cmocka_unit_test(test_gated),
                                        cmocka_unit_test(test_pack),
+                                       cmocka_unit_test(test_add_norm),
                                        cmocka_unit_test(test_merge),
                                        cmocka_unit_test(test_norm),
                                        cmocka_unit_test(test_rotate),

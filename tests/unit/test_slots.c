@@ -67,8 +67,8 @@ typedef struct bench {
     slot_report report[SLOTS];
     int32_t support[2 * SLOTS][2];
     layer_log log[2 * SLOTS];
-    int32_t row_token[ROWS], position[ROWS], slot_of[ROWS], role[ROWS], fresh[ROWS], live[ROWS], span[ROWS / B][4],
-        count[4];
+    int32_t row_token[ROWS], position[ROWS], slot_of[ROWS], role[ROWS], fresh[ROWS], place[ROWS], live[ROWS],
+        span[ROWS / B][4], count[4];
     head_best best[ROWS];
     slots s;
     plans p;
@@ -97,6 +97,7 @@ static void open_bench(bench *t, int cohort)
                    .role = tensor_of(t->role, I32, ROWS, 1),
                    .span = tensor_of(t->span, I32, ROWS / B, 4),
                    .fresh = tensor_of(t->fresh, I32, ROWS, 1),
+                   .place = tensor_of(t->place, I32, ROWS, 1),
                    .live = tensor_of(t->live, I32, ROWS, 1),
                    .count = tensor_of(t->count, I32, 4, 1)};
     t->best_of = tensor_of(t->best, U8, ROWS, sizeof(head_best));
@@ -113,6 +114,10 @@ static void admit(bench *t, int i, int prompt, int gen)
 static void rows(bench *t)
 {
     assert_int_equal(cpu_rows(NULL, &t->b, &t->s, &t->p, &t->r), OK);
+    for (int i = 0, at = 0; i < t->count[0]; i++) { /* `place` is `fresh` turned about */
+        bool listed = at < t->count[2] && t->fresh[at] == i;
+        assert_int_equal(t->place[i], listed ? at++ : -1);
+    }
 }
 
 static void commit(bench *t)

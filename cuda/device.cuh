@@ -107,6 +107,33 @@ template <int THREADS> static __device__ __forceinline__ float block_sum(float x
     return sum;
 }
 
+/* Exclusive prefix sums over a block of 1024 threads, all of which call; *total: of all. room: a number a warp. */
+static inline __device__ uint64_t block_prefix(uint64_t x, uint64_t *total, uint64_t *room)
+{
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    uint64_t sum = x;
+    for (int d = 1; d < WARP; d *= 2) {
+        uint64_t y = __shfl_up_sync(EVERY_LANE, sum, d);
+        sum += lane >= d ? y : 0;
+    }
+    if (lane == WARP - 1)
+        room[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        uint64_t w = room[lane];
+        for (int d = 1; d < WARP; d *= 2) {
+            uint64_t y = __shfl_up_sync(EVERY_LANE, w, d);
+            w += lane >= d ? y : 0;
+        }
+        room[lane] = w;
+    }
+    __syncthreads();
+    uint64_t before = warp > 0 ? room[warp - 1] : 0;
+    *total = room[WARP - 1];
+    __syncthreads();
+    return before + sum - x;
+}
+
 /* e^x as the CPU backend computes it (src/cpu/lanes.h), product by product, so that router scores are the same bits. */
 static __device__ __forceinline__ float lane_exp(float x)
 {

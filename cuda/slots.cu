@@ -16,33 +16,6 @@ typedef struct begins {
     int32_t span, fresh, live;
 } begins;
 
-/* Exclusive prefix sums over a block of PLAN_THREADS; *total: of all. */
-static __device__ uint64_t block_prefix(uint64_t x, uint64_t *total, uint64_t *room)
-{
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    uint64_t sum = x;
-    for (int d = 1; d < WARP; d *= 2) {
-        uint64_t y = __shfl_up_sync(EVERY_LANE, sum, d);
-        sum += lane >= d ? y : 0;
-    }
-    if (lane == WARP - 1)
-        room[warp] = sum;
-    __syncthreads();
-    if (warp == 0) {
-        uint64_t w = room[lane];
-        for (int d = 1; d < WARP; d *= 2) {
-            uint64_t y = __shfl_up_sync(EVERY_LANE, w, d);
-            w += lane >= d ? y : 0;
-        }
-        room[lane] = w;
-    }
-    __syncthreads();
-    uint64_t before = warp > 0 ? room[warp - 1] : 0;
-    *total = room[WARP - 1];
-    __syncthreads();
-    return before + sum - x;
-}
-
 /* Its cohort is ready: old plan and cache are gone. */
 static __device__ void start_block(slot *sl, const block_rule &r)
 {

@@ -72,5 +72,8 @@ status lane_self_cuda_open(lane **out, const lane_rule *rule, backend *b);
 typedef struct nccl_comm nccl_comm;
 status nccl_open(nccl_comm **out, world *w, backend *b, double deadline);
 void nccl_close(nccl_comm *n);
+/* Rows by grouped sends and receives, any number of ranks on any number of hosts. The host reads the counts of every
+ * dispatch, so nothing is recorded. Borrows backend and communicator. */
+status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n);
 
 #endif

@@ -552,10 +552,10 @@ static status open_device(cuda *c, int local_rank)
     cudaError_t e = cudaGetDeviceCount(&count);
     if (e != cudaSuccess || count == 0)
         TRY(no_device(e));
-    if (local_rank >= count)
-        FAIL(BAD_INPUT, "--device cuda: rank %d of this host would share a GPU, %d %s visible: start one rank a GPU",
-             local_rank, count, count == 1 ? "is" : "are");
-    c->device = local_rank;
+    if (local_rank >= count && count > 1)
+        FAIL(BAD_INPUT, "--device cuda: rank %d of this host would share a GPU, %d are visible: start one rank a GPU",
+             local_rank, count);
+    c->device = count > 1 ? local_rank : 0; /* a launcher may show each rank its own alone */
     CUDA_TRY(cudaSetDevice(c->device));
     CUDA_TRY(cudaGetDeviceProperties(&prop, c->device));
     e = cuda_probe();

@@ -257,8 +257,8 @@ typedef struct backend {
 
 /* threads: 0, or more than the cores this process may run on: one for each of them. */
 status backend_cpu_open(backend **out, int threads);
-/* The GPU of that number among the visible ones. BAD_INPUT: no driver or GPU, a driver too old, a GPU that the program
- * was not built for, fewer GPUs than ranks of this host. */
+/* The GPU of that number among the visible ones, or the only visible one. BAD_INPUT: no driver or GPU, a driver too
+ * old, a GPU that the program was not built for, several GPUs but fewer than ranks of this host. */
 status backend_cuda_open(backend **out, int local_rank);
 /* How many GPUs are visible; 0 without a driver. */
 int backend_cuda_devices(void);

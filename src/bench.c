@@ -3,7 +3,9 @@
 #include "src/base/json.h"
 #include "src/exec/executor.h"
 #include "src/model/config.h"
+#include "src/options.h"
 #include "src/plan/plan.h"
+#include "src/transport.h"
 
 #include <errno.h>
 #include <getopt.h>
@@ -12,7 +14,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { BLOCK = 32, BATCHES = 16, WARM_UP = 3, PATTERN_STEPS = 64 };
+enum { BLOCK = 32, BATCHES = 16, WARM_UP = 3, PATTERN_STEPS = 64, CONNECT_SECONDS = 60 };
 
 static const char *const modes[] = {"epoch", "full", "no-atlas", "no-lsp", "no-lane"}; /* as plan_mode */
 
@@ -20,9 +22,10 @@ static const char *const modes[] = {"epoch", "full", "no-atlas", "no-lsp", "no-l
 
 typedef struct ask {
     const char *shape, *schedule;
-    bool gpu, steady;       /* steady: nothing commits, every row of every block is live */
+    int device, transport, combine; /* of options.h */
+    bool steady;            /* nothing commits, every row of every block is live */
     plan_settings plan;
-    int32_t batch[BATCHES], batch_count;
+    int32_t batch[BATCHES], batch_count; /* of each rank */
     int32_t prefix, iterations, blocks, layers, support, cohort, seed;
     double skew;
 } ask;
@@ -124,9 +127,20 @@ static int pattern_steps(const int32_t *pattern)
 
 /* ---- one batch */
 
-typedef struct bench {
+/* What the timed forwards of a rank came to, and were made of: sums over them. */
+typedef struct tally {
+    double rows, fresh, live, distinct, floor, committed; /* distinct: mean over sparse layers, of all ranks */
+    double seconds, wall, part[PHASES];
+    double dispatched, combined; /* bytes to other ranks */
+} tally;
+
+typedef struct benchmark {
     const ask *ask;
     const model_config *config;
+    world *world;
+    bool gpu;
+    transport_ask way;
+    nccl_comm *joined;
     backend *backend;
     weights *weights;
     sum_tree *tree;
@@ -138,10 +152,8 @@ typedef struct bench {
     executor *executor;
     void *pace_slab;
     int32_t forwards;
-    /* what the timed forwards were made of: sums over them */
-    double rows, fresh, live, distinct, floor, committed; /* distinct: mean over sparse layers */
-    double seconds, wall, part[PHASES];
-} bench;
+    tally t;
+} benchmark;
 
 static double now(void)
 {
@@ -152,7 +164,7 @@ static double now(void)
 
 /* All slots at the start of a block behind the same prefix; tokens are random, so that rows are as unlike as a text's.
  */
-static status reset(bench *x)
+static status reset(benchmark *x)
 {
     status st = OK;
     executor *e = x->executor;
@@ -170,7 +182,7 @@ static status reset(bench *x)
                       .block = first,
                       .cache_block = -1};
     for (int64_t i = 0; i < slots_here * e->slots.token.cols; i++)
-        token[i] = (int32_t)((random_at((uint64_t)x->ask->seed, (uint64_t)i) + 1) / 2 * (float)(x->config->vocab - 1));
+        token[i] = (int32_t)((random_at((uint64_t)(x->ask->seed + x->world->rank), (uint64_t)i) + 1) / 2 * (float)(x->config->vocab - 1));
     for (int32_t i = 0; i < slots_here * blocks; i++)
         page[i] = i;
     TRY(x->backend->upload(x->backend, &e->slots.slot, s, U8));
@@ -184,41 +196,41 @@ out:
 }
 
 #ifdef EPOCH_CUDA
-static status open_backend(bench *x)
+static status open_backend(benchmark *x)
 {
-    return x->ask->gpu ? backend_cuda_open(&x->backend, 0) : backend_cpu_open(&x->backend, 0);
+    return x->gpu ? backend_cuda_open(&x->backend, x->world->local_rank) : backend_cpu_open(&x->backend, 0);
 }
 
-static status open_lane(bench *x, const lane_rule *r)
+static status measure_ceilings(benchmark *x)
 {
-    return x->ask->gpu ? lane_self_cuda_open(&x->lane, r, x->backend) : lane_self_open(&x->lane, r, x->backend);
+    return x->gpu ? backend_cuda_ceilings(x->backend, &x->copied, &x->multiplied) : OK;
 }
 
-static status measure_ceilings(bench *x)
+static int gpus(void)
 {
-    return x->ask->gpu ? backend_cuda_ceilings(x->backend, &x->copied, &x->multiplied) : OK;
+    return backend_cuda_devices();
 }
 #else
-static status open_backend(bench *x)
+static status open_backend(benchmark *x)
 {
     return backend_cpu_open(&x->backend, 0);
 }
 
-static status open_lane(bench *x, const lane_rule *r)
-{
-    return lane_self_open(&x->lane, r, x->backend);
-}
-
-static status measure_ceilings(bench *x)
+static status measure_ceilings(benchmark *x)
 {
     (void)x;
     return OK;
+}
+
+static int gpus(void)
+{
+    return 0;
 }
 #endif
 
 /* How many forwards are timed. Lock-step cohorts: until the last slot is through its blocks. Cohorts of one: as long as
  * every slot is still busy, as it would be in a run that refills them. */
-static int32_t count_forwards(const bench *x)
+static int32_t count_forwards(const benchmark *x)
 {
     if (x->ask->steady)
         return x->ask->iterations;
@@ -241,7 +253,7 @@ static int32_t count_forwards(const bench *x)
     return cohort > 1 ? most : least;
 }
 
-static status open_batch(bench *x, int32_t slot_count)
+static status open_batch(benchmark *x, int32_t slot_count)
 {
     status st = OK;
     const ask *a = x->ask;
@@ -251,8 +263,8 @@ static status open_batch(bench *x, int32_t slot_count)
     x->rule.page_count = slot_count * (x->rule.max_tokens / BLOCK);
     TRY(plan_rules(&x->rule.block, &x->rule.atlas, &p, x->config, slot_count));
     lane_rule lr = {.hidden = x->config->hidden, .top_k = x->config->top_k, .max_rows = executor_max_rows(&x->rule),
-                    .tree = x->tree, .payload = x->backend->activation};
-    TRY(open_lane(x, &lr));
+                    .tree = x->tree, .payload = x->backend->activation, .combine = x->way.combine};
+    TRY(transport_open(&x->lane, &x->way, &lr, x->backend, x->world, x->joined));
     TRY(executor_open(&x->executor, &x->rule, x->config, x->weights, x->backend, x->lane));
     TRY(x->backend->random(x->backend, &x->executor->kv.k, (uint64_t)a->seed + 1, 1.7f));
     TRY(x->backend->random(x->backend, &x->executor->kv.v, (uint64_t)a->seed + 2, 1.7f));
@@ -266,7 +278,7 @@ out:
     return st;
 }
 
-static void close_batch(bench *x)
+static void close_batch(benchmark *x)
 {
     executor_close(x->executor);
     if (x->lane)
@@ -281,21 +293,21 @@ static void close_batch(bench *x)
 /* ---- the floor */
 
 /* Seconds that one op needs at least: its bytes, each input read and each output written once, or its FLOPs. */
-static double at_least(const bench *x, double bytes, double flops)
+static double at_least(const benchmark *x, double bytes, double flops)
 {
     double moved = bytes / x->copied, multiplied = flops / x->multiplied;
     return moved > multiplied ? moved : multiplied;
 }
 
 /* rows by w[outs, inner], BF16 */
-static double product_floor(const bench *x, double rows, double outs, double inner)
+static double product_floor(const benchmark *x, double rows, double outs, double inner)
 {
     return at_least(x, 2 * (outs * inner + rows * (outs + inner)), 2 * rows * outs * inner);
 }
 
-/* One forward: r rows in `spans` blocks that see `seen` keys in all, f of them fresh, l live; `touched` experts summed
- * over the sparse layers. */
-static double forward_floor(const bench *x, double r, double seen, double f, double l, double touched)
+/* One forward: r rows in `spans` blocks that see `seen` keys in all, f of them fresh, l live; `touched` experts of this
+ * rank and `edges` to them, summed over the sparse layers. */
+static double forward_floor(const benchmark *x, double r, double seen, double f, double l, double touched, double edges)
 {
     const model_config *c = x->config;
     double h = c->hidden, q = (double)c->heads * c->head_dim, kv = (double)c->kv_heads * c->head_dim, sum = 0;
@@ -309,8 +321,7 @@ static double forward_floor(const bench *x, double r, double seen, double f, dou
     sum += c->dense_layers * (product_floor(x, r, 2.0 * c->dense_inner, h) + product_floor(x, r, h, c->dense_inner));
     sum += sparse *
            at_least(x, 4.0 * c->experts * h + f * (2 * h + 4.0 * c->experts), 2 * f * c->experts * h); /* router */
-    sum += at_least(x, 2 * (touched * 3 * h * c->expert_inner + sparse * 2 * f * h),
-                    sparse * 6 * f * c->top_k * h * c->expert_inner);
+    sum += at_least(x, 2 * (touched * 3 * h * c->expert_inner + sparse * 2 * f * h), 6 * edges * h * c->expert_inner);
     sum += sparse * at_least(x, 2 * 2 * (r - f) * h, 0); /* rows out of the cache */
     if (c->shared_inner)
         sum += sparse * (product_floor(x, r, 2.0 * c->shared_inner, h) + product_floor(x, r, h, c->shared_inner));
@@ -319,24 +330,48 @@ static double forward_floor(const bench *x, double r, double seen, double f, dou
 
 /* ---- what the forwards are made of */
 
-/* Different experts that the newest routed layer chose. */
-static status count_touched(bench *x, int32_t fresh, int32_t *ids, double *sum)
+/* Of the newest routed layer: different experts that all ranks' rows chose, those of them that this rank has, and the
+ * edges to these. */
+typedef struct touched {
+    double distinct, here, edges;
+} touched;
+
+static status count_touched(benchmark *x, int32_t fresh, int32_t *ids, touched *sum)
 {
     status st = OK;
-    bool seen[SUM_TREE_EXPERTS] = {false};
+    enum { MOST = SUM_TREE_EXPERTS };
+    world *w = x->world;
+    int32_t chosen[MOST] = {0}, *all = NULL;
+    size_t bytes = sizeof *chosen * (size_t)x->config->experts;
     tensor used = tensor_rows(&x->executor->a.ids, 0, fresh);
     TRY(x->backend->download(x->backend, ids, &used));
     for (int64_t i = 0; i < fresh * used.cols; i++)
-        if (ids[i] >= 0 && !seen[ids[i]]) {
-            seen[ids[i]] = true;
-            *sum += 1;
-        }
+        if (ids[i] >= 0)
+            chosen[ids[i]]++;
+    if (w->size > 1) {
+        all = malloc(bytes * (size_t)w->size);
+        if (!all)
+            FAIL(FAILED, "out of memory");
+        TRY(w->gather(w, all, chosen, bytes));
+        for (int r = 1; r < w->size && w->rank == 0; r++)
+            for (int e = 0; e < x->config->experts; e++)
+                all[e] += all[r * x->config->experts + e];
+        TRY(w->bcast(w, all, bytes, 0));
+        memcpy(chosen, all, bytes);
+    }
+    for (int e = 0; e < x->config->experts; e++) {
+        bool here = x->tree->rank_of[e] == w->rank;
+        sum->distinct += chosen[e] > 0;
+        sum->here += here && chosen[e] > 0;
+        sum->edges += here ? chosen[e] : 0;
+    }
 out:
+    free(all);
     return st;
 }
 
 /* The same forwards again, layer by layer with a look between: nothing of this is timed. */
-static status look(bench *x)
+static status look(benchmark *x)
 {
     status st = OK;
     executor *e = x->executor;
@@ -346,14 +381,16 @@ static status look(bench *x)
     int32_t *ids = malloc(sizeof *ids * (size_t)(v->ids.rows * v->ids.cols + 1));
     span *spans = malloc(sizeof *spans * (size_t)(e->batch.span.rows + 1));
     slot_report *rep = malloc(sizeof *rep * (size_t)x->rule.slot_count);
-    x->rows = x->fresh = x->live = x->distinct = x->floor = x->committed = 0;
+    tally *t = &x->t;
+    t->rows = t->fresh = t->live = t->distinct = t->floor = t->committed = 0;
     if (!ids || !spans || !rep)
         FAIL(FAILED, "out of memory");
     TRY(reset(x));
     int32_t times = x->ask->steady ? 1 : x->forwards;
     for (int32_t n = 0; n < times; n++) {
         int32_t count[4];
-        double touched = 0, seen = 0;
+        touched touch = {0};
+        double seen = 0;
         TRY(executor_begin(e));
         TRY(b->download(b, count, &e->batch.count));
         for (int l = 0, s = 0; l < x->config->layers; l++) {
@@ -363,7 +400,7 @@ static status look(bench *x)
                 continue;
             }
             TRY(moe_layer(e, l, s++));
-            TRY(count_touched(x, count[2], ids, &touched));
+            TRY(count_touched(x, count[2], ids, &touch));
         }
         TRY(executor_end(e));
         TRY(b->download(b, spans, &e->batch.span));
@@ -371,18 +408,18 @@ static status look(bench *x)
         for (int32_t i = 0; i < count[1]; i++)
             seen += (spans[i].block + 1) * BLOCK;
         for (int32_t i = 0; i < x->rule.slot_count; i++) {
-            x->committed += __builtin_popcountll(rep[i].committed);
+            t->committed += __builtin_popcountll(rep[i].committed);
             if (rep[i].broken)
                 FAIL(FAILED, "the logits of slot %d are not finite", i);
         }
-        x->rows += count[0];
-        x->fresh += count[2];
-        x->live += count[3];
-        x->distinct += touched / (sparse ? sparse : 1);
+        t->rows += count[0];
+        t->fresh += count[2];
+        t->live += count[3];
+        t->distinct += touch.distinct / (sparse ? sparse : 1);
         if (x->copied > 0)
-            x->floor += forward_floor(x, count[0], seen, count[2], count[3], touched);
+            t->floor += forward_floor(x, count[0], seen, count[2], count[3], touch.here, touch.edges);
     }
-    double *const sums[] = {&x->rows, &x->fresh, &x->live, &x->distinct, &x->floor, &x->committed};
+    double *const sums[] = {&t->rows, &t->fresh, &t->live, &t->distinct, &t->floor, &t->committed};
     for (size_t i = 0; i < sizeof sums / sizeof *sums; i++)
         *sums[i] *= (double)x->forwards / times;
 out:
@@ -392,41 +429,51 @@ out:
     return st;
 }
 
-static status time_forwards(bench *x)
+static status time_forwards(benchmark *x)
 {
     status st = OK;
     backend *b = x->backend;
+    world *w = x->world;
+    tally *t = &x->t;
+    lane_traffic traffic;
+    *t = (tally){0};
     TRY(reset(x));
     for (int i = 0; i < WARM_UP; i++)
         TRY(executor_forward(x->executor));
     TRY(reset(x));
     TRY(b->sync(b));
-    memset(x->part, 0, sizeof x->part);
+    TRY(x->lane->traffic(x->lane, &traffic));
     TRY(b->mark(b, PHASE_HOST));
-    TRY(b->laps(b, x->part));
-    memset(x->part, 0, sizeof x->part);
+    TRY(b->laps(b, t->part));
+    memset(t->part, 0, sizeof t->part);
+    TRY(w->agree(w, OK)); /* all begin together */
     double from = now();
     for (int32_t i = 0; i < x->forwards; i++)
         TRY(executor_forward(x->executor));
     TRY(b->sync(b));
-    x->wall = now() - from;
-    TRY(b->laps(b, x->part));
-    x->seconds = 0;
+    t->wall = now() - from;
+    TRY(b->laps(b, t->part));
     for (int p = 0; p < PHASES; p++)
-        x->seconds += x->part[p];
+        t->seconds += t->part[p];
+    TRY(x->lane->traffic(x->lane, &traffic));
+    t->dispatched = (double)traffic.bytes_dispatched;
+    t->combined = (double)traffic.bytes_combined;
 out:
     return st;
 }
 
 /* ---- tables */
 
-static void print_head(const bench *x)
+static void print_head(const benchmark *x)
 {
     const ask *a = x->ask;
     const model_config *c = x->config;
     char cohort[16];
     snprintf(cohort, sizeof cohort, "%d", a->cohort);
     printf("# synthetic: random weights and tokens, seed %d; no model's output\n", a->seed);
+    if (x->world->size > 1)
+        printf("# %d ranks, transport %s, combine %s; batch and rows are a rank's, ms the slowest rank's, tokens/s all "
+               "ranks'\n", x->world->size, x->lane->name, x->way.combine == BF16 ? "bf16" : "fp32");
     printf("# shape %s%s: %d layers, hidden %d, %d experts, top %d; device %s; mode %s, cohort %s, prefix %d\n",
            a->shape, strcmp(a->shape, "llada-moe") == 0 ? " (block-causal stand-in)" : "", c->layers, c->hidden,
            c->experts, c->top_k, x->backend->name, modes[a->plan.mode], a->cohort ? cohort : "batch", a->prefix);
@@ -445,32 +492,66 @@ static void print_head(const bench *x)
            "tokens/s", "rows", "fresh", "live", "experts");
 }
 
-static void print_batch(const bench *x)
+/* t: of the slowest rank; tokens committed by all ranks. */
+static void print_batch(const benchmark *x, const tally *t, double committed)
 {
-    double n = x->forwards, ms = 1e3 * x->seconds / n, least = 1e3 * x->floor / n;
+    double n = x->forwards, ms = 1e3 * t->seconds / n, least = 1e3 * t->floor / n;
     printf("%6d %9d %9.3f %9.3f %6.1f %9.3f %10.0f %8.0f %8.0f %8.0f %8.1f\n", x->rule.slot_count, x->forwards, ms,
-           least, 100 * least / ms, 1e3 * x->wall / n, x->committed / x->seconds, x->rows / n, x->fresh / n,
-           x->live / n, x->distinct / n);
+           least, 100 * least / ms, 1e3 * t->wall / n, committed / t->seconds, t->rows / n, t->fresh / n, t->live / n,
+           t->distinct / n);
     printf("       ");
     for (int p = 0; p < PHASES; p++)
-        if (x->part[p] > 0)
-            printf(" %s %.3f", phase_names[p], 1e3 * x->part[p] / n);
+        if (t->part[p] > 0)
+            printf(" %s %.3f", phase_names[p], 1e3 * t->part[p] / n);
     printf("\n");
+    if (x->world->size > 1) {
+        double there = t->part[PHASE_DISPATCH], back = t->part[PHASE_COMBINE];
+        printf("        lane %.1f %% of an iteration; dispatch %.3f MB at %.1f GB/s, combine %.3f MB at %.1f GB/s\n",
+               100 * (there + back) / t->seconds, t->dispatched / n / 1e6, there > 0 ? t->dispatched / there / 1e9 : 0,
+               t->combined / n / 1e6, back > 0 ? t->combined / back / 1e9 : 0);
+    }
     fflush(stdout);
+}
+
+/* Rank 0 prints what all ranks came to. */
+static status report(benchmark *x)
+{
+    status st = OK;
+    world *w = x->world;
+    tally *all = calloc((size_t)w->size, sizeof *all);
+    if (!all)
+        FAIL(FAILED, "out of memory");
+    TRY(w->gather(w, all, &x->t, sizeof x->t));
+    if (w->rank == 0) {
+        int slowest = 0;
+        double committed = 0, floor = 0;
+        for (int r = 0; r < w->size; r++) {
+            slowest = all[r].seconds > all[slowest].seconds ? r : slowest;
+            floor = all[r].floor > floor ? all[r].floor : floor;
+            committed += all[r].committed;
+        }
+        all[slowest].floor = floor; /* all wait for the rank that has most to do */
+        print_batch(x, &all[slowest], committed);
+    }
+out:
+    free(all);
+    return st;
 }
 
 /* ---- the command */
 
 static void help(void)
 {
-    printf("usage: epoch bench [options]\n\n"
+    printf("usage: [mpirun -np R] epoch bench [options]\n\n"
            "Forwards of a real shape with random weights: ms an iteration beside its floor. All of it is synthetic.\n\n"
            "  --shape NAME       llada2-mini, llada2-flash, llada-moe (block-causal stand-in), or a folder with "
            "config.json [llada2-mini]\n"
            "  --layers N         only the first N layers [all]\n"
            "  --device D         auto, cpu or cuda [auto]\n"
            "  --mode M           epoch, full, no-atlas, no-lsp, no-lane [full]\n"
-           "  --batch LIST       sequences in flight, for example 1,8,32 [1,8,32,128,256,512]\n"
+           "  --transport T      between ranks: auto, self, mpi or nccl [auto]\n"
+           "  --combine F        partial sums between GPUs: fp32 or bf16 [fp32]\n"
+           "  --batch LIST       sequences in flight on each rank, for example 1,8,32 [1,8,32,128,256,512]\n"
            "  --prefix N         positions before the active block, a multiple of 32 [256]\n"
            "  --schedule FILE    commits of each iteration (tests/bench/schedule.json); without: nothing commits, all "
            "rows live\n"
@@ -522,23 +603,6 @@ static status choose(int *out, const char *flag, const char *text, const char *c
                        text);
 }
 
-static status choose_device(bool *gpu, const char *text)
-{
-    status st = OK;
-    static const char *const names[] = {"auto", "cpu", "cuda"};
-    int choice = 0;
-    TRY(choose(&choice, "device", text, names, 3));
-#ifdef EPOCH_CUDA
-    *gpu = choice == 2 || (choice == 0 && backend_cuda_devices() > 0);
-#else
-    *gpu = false;
-    if (choice == 2)
-        FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA (-DEPOCH_CUDA=ON)");
-#endif
-out:
-    return st;
-}
-
 static status parse(ask *a, bool *helped, int argc, char **argv)
 {
     enum {
@@ -555,6 +619,8 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
         SUPPORT,
         SKEW,
         SEED,
+        TRANSPORT,
+        COMBINE,
         HELP
     };
     static const struct option flags[] = {
@@ -564,14 +630,16 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
         {"schedule", required_argument, NULL, SCHEDULE}, {"iterations", required_argument, NULL, ITERATIONS},
         {"blocks", required_argument, NULL, BLOCKS},     {"cohort", required_argument, NULL, COHORT},
         {"support", required_argument, NULL, SUPPORT},   {"skew", required_argument, NULL, SKEW},
-        {"seed", required_argument, NULL, SEED},         {"help", no_argument, NULL, HELP},
+        {"seed", required_argument, NULL, SEED},         {"transport", required_argument, NULL, TRANSPORT},
+        {"combine", required_argument, NULL, COMBINE},   {"help", no_argument, NULL, HELP},
         {NULL, 0, NULL, 0}};
     int32_t *const whole[SEED - SHAPE + 1] = {
         [LAYERS - SHAPE] = &a->layers, [PREFIX - SHAPE] = &a->prefix,   [ITERATIONS - SHAPE] = &a->iterations,
         [BLOCKS - SHAPE] = &a->blocks, [COHORT - SHAPE] = &a->cohort, [SUPPORT - SHAPE] = &a->support,
         [SEED - SHAPE] = &a->seed};
     status st = OK;
-    const char *device = "auto";
+    static const char *const devices[] = {"auto", "cpu", "cuda"}, *const combines[] = {"fp32", "bf16"},
+                      *const transports[] = {"auto", "self", "mpi", "nccl"}; /* as in options.h */
     int flag, mode = PLAN_FULL;
     double n;
     *a = (ask){.shape = "llada2-mini",
@@ -601,7 +669,11 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
         if (flag == SHAPE)
             a->shape = optarg;
         else if (flag == DEVICE)
-            device = optarg;
+            TRY(choose(&a->device, name, optarg, devices, 3));
+        else if (flag == TRANSPORT)
+            TRY(choose(&a->transport, name, optarg, transports, 4));
+        else if (flag == COMBINE)
+            TRY(choose(&a->combine, name, optarg, combines, 2));
         else if (flag == MODE)
             TRY(choose(&mode, name, optarg, modes, 5));
         else if (flag == BATCH)
@@ -628,50 +700,95 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
         a->plan.budget = a->support;
         a->plan.coverage = 1e-6f; /* every row is covered: nothing is added, nothing rebuilt */
     }
-    TRY(choose_device(&a->gpu, device));
 out:
     return st;
 }
 
-status bench_command(int argc, char **argv)
+static status choose_device(benchmark *x)
+{
+    status st = OK;
+    const ask *a = x->ask;
+#ifndef EPOCH_CUDA
+    if (a->device == DEVICE_CUDA)
+        FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA (-DEPOCH_CUDA=ON)");
+#endif
+    if (a->device == DEVICE_AUTO && a->transport != TRANSPORT_MPI && (x->world->size == 1 || transport_joins()))
+        TRY(transport_gpus(&x->gpu, x->world, gpus()));
+    x->gpu |= a->device == DEVICE_CUDA;
+    x->way = (transport_ask){.transport = a->transport,
+                             .combine = a->combine == COMBINE_BF16 ? BF16 : F32,
+                             .cuda = x->gpu,
+                             .ranks = x->world->size,
+                             .joins = transport_joins(),
+                             .deadline = CONNECT_SECONDS};
+    TRY(transport_check(&x->way));
+out:
+    return st;
+}
+
+/* All but the forwards: every rank comes to the same end. */
+static status prepare(benchmark *x)
+{
+    status st = OK;
+    const ask *a = x->ask;
+    world *w = x->world;
+    st = sum_tree_open(&x->tree, x->config->experts, x->config->groups, w->size);
+    if (st == OK && !a->steady)
+        st = read_schedule(&x->pace, &x->patterns, a->schedule);
+    if (st == OK && a->steady) {
+        x->patterns = 1;
+        x->pace = calloc(PATTERN_STEPS, sizeof *x->pace);
+        if (!x->pace)
+            st = status_fail(FAILED, __FILE__, __LINE__, "out of memory");
+    }
+    TRY(w->agree(w, st));
+    TRY(w->agree(w, choose_device(x)));
+    TRY(w->agree(w, open_backend(x)));
+    TRY(w->agree(w, transport_join(&x->joined, &x->way, w, x->backend)));
+    TRY(w->agree(w, measure_ceilings(x)));
+    weight_rule wr = {.matrices = x->gpu ? BF16 : F32, .tree = x->tree, .rank = w->rank};
+    TRY(w->agree(w, weights_random(&x->weights, x->config, x->backend, &wr, (uint64_t)a->seed, (float)a->skew)));
+out:
+    return st;
+}
+
+status bench(world *w, int argc, char **argv, bool *together)
 {
     status st = OK;
     ask a;
     model_config c = {0};
-    bench x = {.ask = &a, .config = &c};
+    benchmark x = {.ask = &a, .config = &c, .world = w};
     bool helped = false;
-    TRY(parse(&a, &helped, argc, argv));
+    *together = true;
+    st = parse(&a, &helped, argc, argv);
+    if (st == OK && !helped)
+        st = find_shape(&c, a.shape);
+    TRY(w->agree(w, st));
     if (helped) {
-        help();
-        return OK;
+        if (w->rank == 0)
+            help();
+        goto out;
     }
-    TRY(find_shape(&c, a.shape));
     if (a.layers > 0 && a.layers < c.layers)
         c.layers = a.layers;
     a.plan.mask_id = c.vocab - 1;
-    if (a.steady) {
-        x.patterns = 1;
-        x.pace = calloc(PATTERN_STEPS, sizeof *x.pace);
-        if (!x.pace)
-            FAIL(FAILED, "out of memory");
-    } else {
-        TRY(read_schedule(&x.pace, &x.patterns, a.schedule));
-    }
-    TRY(sum_tree_open(&x.tree, c.experts, c.groups, 1));
-    TRY(open_backend(&x));
-    TRY(measure_ceilings(&x));
-    weight_rule wr = {.matrices = a.gpu ? BF16 : F32, .tree = x.tree};
-    TRY(weights_random(&x.weights, &c, x.backend, &wr, (uint64_t)a.seed, (float)a.skew));
-    print_head(&x);
+    TRY(prepare(&x));
     for (int32_t i = 0; i < a.batch_count; i++) {
-        TRY(open_batch(&x, a.batch[i]));
+        TRY(w->agree(w, open_batch(&x, a.batch[i])));
+        if (w->rank == 0 && i == 0)
+            print_head(&x);
+        *together = false;
         TRY(time_forwards(&x));
         TRY(look(&x));
-        print_batch(&x);
+        TRY(report(&x));
+        *together = true;
         close_batch(&x);
     }
 out:
+    if (!*together && w->at_abort)
+        w->at_abort(w->with);
     close_batch(&x);
+    transport_leave(x.joined);
     weights_close(x.weights);
     if (x.backend)
         x.backend->close(x.backend);

@@ -3,9 +3,11 @@
 #ifndef EPOCH_BENCH_H
 #define EPOCH_BENCH_H
 
-#include "src/base/status.h"
+#include "src/world.h"
 
-/* The command; argv[0] is its name. */
-status bench_command(int argc, char **argv);
+#include <stdbool.h>
+
+/* The command on every rank of the world; argv[0] is its name. *together as run's. */
+status bench(world *w, int argc, char **argv, bool *together);
 
 #endif

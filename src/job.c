@@ -148,7 +148,10 @@ status job_open(job *j, const char *command_line)
     j->stage.heart = &j->watch.heart;
     TRY(w->agree(w, watch_open(&j->watch, j->dir)));
     fault_point("load");
+    TRY(w->agree(w, stage_device(&j->stage)));
+    TRY(w->agree(w, stage_join(&j->stage)));
     TRY(w->agree(w, stage_load(&j->stage)));
+    TRY(w->agree(w, stage_connect(&j->stage)));
     st = o->audit ? audit_open(&j->audit, j->stage.executor) : OK;
     if (st == OK && o->observe)
         st = observer_open(&j->observer, j->stage.executor);

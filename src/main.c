@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Every command but `run`, which starts MPI. argv[0] of `command` is its name. */
+/* The commands; those of all ranks, which start MPI, have none here. argv[0] of `command` is its name. */
 static const struct {
     const char *name, *use, *help;
     status (*command)(int argc, char **argv);
@@ -25,7 +25,7 @@ static const struct {
     {"score", "FILE.h5 [...]", "accuracy under named rules; HumanEval pass@1", score_command},
     {"report", "FILE.h5 [...]", "tables, comparison, plots", report_command},
     {"export", "FILE.h5 --format F", "jsonl, humaneval, lm-eval or mtbench", export_command},
-    {"bench", "[options]", "forwards of a real shape with random weights, timed", bench_command},
+    {"bench", "[options]", "forwards of a real shape with random weights, timed", NULL},
     {"model", "DIR", "what a checkpoint holds, and the memory plan of a job", model_command},
 };
 enum { COMMANDS = sizeof commands / sizeof *commands };
@@ -64,27 +64,42 @@ static char *joined(int argc, char **argv)
     return all;
 }
 
-static int run_command(int argc, char **argv)
+/* `run`. */
+static status run_ranks(world *w, int argc, char **argv, bool *together)
 {
-    char *line = joined(argc, argv);
-    world *w = NULL;
+    status st = OK;
     options o;
-    bool help, together = true;
-    stop_listen();
-    fault_point("start");
+    bool help;
+    char *line = joined(argc, argv);
+    *together = true;
+    TRY(w->agree(w, options_parse(&o, &help, argc - 2, argv + 2)));
+    if (help) {
+        if (w->rank == 0)
+            options_help(stdout);
+        goto out;
+    }
+    st = run(&o, w, line ? line : "", together);
+out:
+    free(line);
+    return st;
+}
+
+static status bench_ranks(world *w, int argc, char **argv, bool *together)
+{
+    return bench(w, argc - 1, argv + 1, together);
+}
+
+/* A command of all ranks: starts MPI, says each failure once, and takes the job down where this rank fails alone. */
+static int world_command(int argc, char **argv, status (*command)(world *, int, char **, bool *))
+{
+    world *w = NULL;
+    bool together = true;
     status st = world_mpi_open(&w, &argc, &argv);
     if (st != OK) {
         fprintf(stderr, "epoch: %s\n", status_message());
-        free(line);
         return st;
     }
-    st = w->agree(w, options_parse(&o, &help, argc - 2, argv + 2));
-    if (st == OK && help) {
-        if (w->rank == 0)
-            options_help(stdout);
-    } else if (st == OK) {
-        st = run(&o, w, line ? line : "", &together);
-    }
+    st = command(w, argc, argv, &together);
     if (st == BAD_INPUT || st == FAILED) {
         if (!together)
             fprintf(stderr, "rank %d/%d: %s\n", w->rank, w->size, status_message());
@@ -95,7 +110,6 @@ static int run_command(int argc, char **argv)
     if (!together)
         w->abort(w, st);
     w->close(w);
-    free(line);
     return st;
 }
 
@@ -103,8 +117,13 @@ int main(int argc, char **argv)
 {
     if (argc < 2)
         return usage(stderr);
-    if (strcmp(argv[1], "run") == 0)
-        return run_command(argc, argv);
+    if (strcmp(argv[1], "run") == 0) {
+        stop_listen();
+        fault_point("start");
+        return world_command(argc, argv, run_ranks);
+    }
+    if (strcmp(argv[1], "bench") == 0)
+        return world_command(argc, argv, bench_ranks);
     for (int i = 0; i < COMMANDS; i++) {
         if (strcmp(argv[1], commands[i].name) != 0)
             continue;

@@ -67,7 +67,10 @@ static const flag table[] = {
     {"atlas-mass", REAL, AT(atlas_mass), "1", NULL, 0, 1e9, "",
      "beta: weight of the mass gained beside the rows rescued"},
     {"placement", CHOICE, AT(placement), "dp", "dp|tp", 0, 0, "", "dp: attention by sequence, experts sharded"},
-    {"transport", CHOICE, AT(transport), "auto", "auto|self|mpi", 0, 0, "", "how fresh rows travel"},
+    {"transport", CHOICE, AT(transport), "auto", "auto|self|mpi|nccl", 0, 0, "",
+     "how fresh rows travel: within one rank, in host memory, or between GPUs"},
+    {"combine", CHOICE, AT(combine), "fp32", "fp32|bf16", 0, 0, "",
+     "partial sums between GPUs; bf16 halves their bytes, and answers then depend on the number of ranks"},
     {"weights", CHOICE, AT(weights), "auto", "auto|stored|f32", 0, 0, "",
      "CPU: matrices as stored, or widened once; auto: widened where that takes at most 2 GB a rank"},
     {"kv-tokens", LONG, AT(kv_tokens), "0", NULL, 0, 1e12, "positions",
@@ -90,6 +93,8 @@ static const flag table[] = {
     {"lock-wait", REAL, AT(lock_wait), "30", NULL, 0, 1e6, "s", "wait so long for what a killed run left behind"},
     {"timeout", REAL, AT(timeout), "300", NULL, 0, 1e6, "s",
      "end the job once no rank has moved for so long (four times in loading and publishing); 0: never"},
+    {"connect-timeout", REAL, AT(connect_timeout), "60", NULL, 1, 1e6, "s",
+     "give up where the ranks' GPUs are not joined by then"},
     {"progress", CHOICE, AT(progress), "auto", "auto|bar|lines|off", 0, 0, "", "on stderr, by rank 0"},
 };
 enum { FLAGS = sizeof table / sizeof *table };

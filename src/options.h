@@ -18,7 +18,7 @@ typedef struct options {
     int32_t data_count;
     const char *prompt_field, *template_file, *shots;
     int64_t limit;
-    int32_t device, mode, placement, transport, weights, progress; /* an index into the flag's choices */
+    int32_t device, mode, placement, transport, combine, weights, progress; /* an index into the flag's choices */
     int32_t batch, batch_per_rank, threads;
     const char *cohort;
     double threshold;
@@ -30,14 +30,15 @@ typedef struct options {
     double atlas_coverage, atlas_share, atlas_mass;
     int32_t resume;
     bool strict, trace, audit, observe, dry_run;
-    double commit_every, publish_every, time_budget, lock_wait, timeout;
+    double commit_every, publish_every, time_budget, lock_wait, timeout, connect_timeout;
     const char *stop_file;
 } options;
 
 enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA };
 enum { MODE_EPOCH, MODE_FULL, MODE_NO_ATLAS, MODE_NO_LSP, MODE_NO_LANE };
 enum { PLACEMENT_DP, PLACEMENT_TP };
-enum { TRANSPORT_AUTO, TRANSPORT_SELF, TRANSPORT_MPI };
+enum { TRANSPORT_AUTO, TRANSPORT_SELF, TRANSPORT_MPI, TRANSPORT_NCCL };
+enum { COMBINE_FP32, COMBINE_BF16 };
 enum { WEIGHTS_AUTO, WEIGHTS_STORED, WEIGHTS_F32 };
 enum { PROGRESS_AUTO, PROGRESS_BAR, PROGRESS_LINES, PROGRESS_OFF };
 enum { RESUME_NO, RESUME_YES, RESUME_CHANGED };

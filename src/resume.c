@@ -65,9 +65,12 @@ static void say_values(resume_change *c, const char *name, const json_t *a, cons
     free(y);
 }
 
-/* Rules that decide nothing: how rows travel, and the Atlas where it is off. */
+/* Rules that decide nothing: how rows travel, the Atlas where it is off, and one that was not there yet. */
 static bool idle_rule(const char *name, const json_t *before, const json_t *now)
 {
+    const char *combine = json_string_value(json_object_get(now, "combine"));
+    if (strcmp(name, "combine") == 0 && !json_object_get(before, name) && combine && strcmp(combine, "fp32") == 0)
+        return true;
     bool atlas = json_is_true(json_object_get(before, "restrict_experts")) ||
                  json_is_true(json_object_get(now, "restrict_experts"));
     return strcmp(name, "dense_lane") == 0 || (!atlas && strncmp(name, "atlas_", 6) == 0);

@@ -90,11 +90,6 @@ static status open_cuda(stage *s)
 {
     return backend_cuda_open(&s->backend, s->world->local_rank);
 }
-
-static status open_cuda_lane(stage *s, const lane_rule *r)
-{
-    return lane_self_cuda_open(&s->lane, r, s->backend);
-}
 #else /* never asked for: check_device refuses it */
 static int gpus(void)
 {
@@ -106,31 +101,30 @@ static status open_cuda(stage *s)
     (void)s;
     return FAILED;
 }
-
-static status open_cuda_lane(stage *s, const lane_rule *r)
-{
-    (void)s;
-    (void)r;
-    return FAILED;
-}
 #endif
 
-/* auto: a GPU where there is one and this job can use it. */
+/* auto: a GPU where every rank has one of its own and this job can use it. */
 static status check_device(stage *s)
 {
     status st = OK;
     const options *o = s->options;
     int size = s->world->size;
+    bool may = o->device == DEVICE_AUTO && o->transport != TRANSPORT_MPI && o->weights != WEIGHTS_F32 &&
+               (size == 1 || transport_joins());
 #ifndef EPOCH_CUDA
     if (o->device == DEVICE_CUDA)
         FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA (-DEPOCH_CUDA=ON)");
 #endif
-    if (o->device == DEVICE_CUDA && size > 1)
-        FAIL(BAD_INPUT, "--device cuda runs on one rank, there are %d: want mpirun -np 1, or --device cpu", size);
-    if (o->device == DEVICE_CUDA && o->transport == TRANSPORT_MPI)
-        FAIL(BAD_INPUT, "--transport mpi carries rows in host memory: want --transport self with --device cuda");
-    s->cuda = o->device == DEVICE_CUDA || (o->device == DEVICE_AUTO && size == 1 && o->transport != TRANSPORT_MPI &&
-                                           o->weights != WEIGHTS_F32 && gpus() > 0);
+    if (may)
+        TRY(transport_gpus(&s->cuda, s->world, gpus()));
+    s->cuda |= o->device == DEVICE_CUDA;
+    s->way = (transport_ask){.transport = o->transport,
+                             .combine = o->combine == COMBINE_BF16 ? BF16 : F32,
+                             .cuda = s->cuda,
+                             .ranks = size,
+                             .joins = transport_joins(),
+                             .deadline = o->connect_timeout};
+    TRY(transport_check(&s->way));
     if (s->cuda && o->weights == WEIGHTS_F32)
         FAIL(BAD_INPUT, "--weights f32 with --device cuda: matrices are BF16 there");
 out:
@@ -146,8 +140,6 @@ status stage_check(stage *s, const options *o, world *w)
     TRY(check_device(s));
     if (o->placement == PLACEMENT_TP)
         FAIL(BAD_INPUT, "--placement tp is not supported; want dp");
-    if (o->transport == TRANSPORT_SELF && w->size > 1)
-        FAIL(BAD_INPUT, "--transport self carries one rank, there are %d: want auto or mpi", w->size);
     TRY(model_config_open(&s->config, o->model));
     TRY(tokenizer_open(&s->tokenizer, o->model));
     TRY(chat_template_open(&s->chat, "llada2_moe", o->template_file));
@@ -166,33 +158,49 @@ out:
     return st;
 }
 
+status stage_device(stage *s)
+{
+    const world *w = s->world;
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    int threads = s->options->threads ? s->options->threads : cores > w->local_size ? (int)(cores / w->local_size) : 1;
+    return s->cuda ? open_cuda(s) : backend_cpu_open(&s->backend, threads);
+}
+
+/* Until the next stage the heart beats for transports. */
+static void connecting(const stage *s, bool begins)
+{
+    if (s->heart)
+        heartbeat_stage(s->heart, begins ? WATCH_CONNECT : WATCH_LOAD);
+}
+
+status stage_join(stage *s)
+{
+    connecting(s, true);
+    status st = transport_join(&s->joined, &s->way, s->world, s->backend);
+    connecting(s, false);
+    return st;
+}
+
 status stage_load(stage *s)
 {
-    status st = OK;
-    const options *o = s->options;
-    world *w = s->world;
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    int threads = o->threads ? o->threads : cores > w->local_size ? (int)(cores / w->local_size) : 1;
-    TRY(s->cuda ? open_cuda(s) : backend_cpu_open(&s->backend, threads));
     s->weight_rule.heart = s->heart;
-    TRY(weights_open(&s->weights, &s->config, o->model, s->backend, &s->weight_rule));
+    return weights_open(&s->weights, &s->config, s->options->model, s->backend, &s->weight_rule);
+}
+
+status stage_connect(stage *s)
+{
+    status st = OK;
     executor_rule most = s->rule;
     most.slot_count = s->most_slots;
     lane_rule lr = {.hidden = s->config.hidden,
                     .top_k = s->config.top_k,
                     .max_rows = executor_max_rows(&most),
                     .tree = s->tree,
-                    .payload = s->backend->activation};
-    if (s->heart)
-        heartbeat_stage(s->heart, WATCH_CONNECT);
-    if (s->cuda)
-        TRY(open_cuda_lane(s, &lr));
-    else if (w->size == 1 && o->transport != TRANSPORT_MPI)
-        TRY(lane_self_open(&s->lane, &lr, s->backend));
-    else
-        TRY(lane_mpi_open(&s->lane, &lr, s->backend, w));
-    if (s->heart)
-        heartbeat_stage(s->heart, WATCH_LOAD);
+                    .payload = s->backend->activation,
+                    .combine = s->way.combine};
+    connecting(s, true);
+    TRY(transport_open(&s->lane, &s->way, &lr, s->backend, s->world, s->joined));
+    connecting(s, false);
     TRY(executor_open(&s->executor, &s->rule, &s->config, s->weights, s->backend, s->lane));
     s->executor->heart = s->heart;
 out:
@@ -204,6 +212,7 @@ void stage_close(stage *s)
     executor_close(s->executor);
     if (s->lane)
         s->lane->close(s->lane);
+    transport_leave(s->joined);
     weights_close(s->weights);
     if (s->backend)
         s->backend->close(s->backend);
@@ -247,20 +256,20 @@ json_t *stage_json(const stage *s)
     const atlas_rule *a = &s->rule.atlas;
     char hash[17];
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)s->checkpoint_hash);
-    bool shares = plan_shares(k);
+    bool shares = plan_shares(k), half = s->way.combine == BF16 && s->world->size > 1;
     json_t *j = json_pack("{s:s, s:s, s:s, s:i, s:s, s:s, s:s, s:s}", "model", s->options->model, "model_config",
                           s->config.json ? s->config.json : "", "model_hash", hash, "mpi_size", s->world->size,
                           "device", s->cuda ? "cuda" : "cpu", "transport", s->lane ? s->lane->name : "",
                           "weights_dtype", dtype_name(s->weight_rule.matrices), "outputs_depend_on",
-                          shares ? "batch, ranks" : "checkpoint and settings alone");
+                          shares ? "batch, ranks" : half ? "ranks" : "checkpoint and settings alone");
     json_object_set_new(j, "rules",
-                        json_pack("{s:i, s:i, s:i, s:i, s:f, s:i, s:i, s:i, s:b, s:b, s:i, s:f, s:f, s:f, s:i, s:i}",
+                        json_pack("{s:i, s:i, s:i, s:i, s:f, s:i, s:i, s:i, s:b, s:b, s:i, s:f, s:f, s:f, s:i, s:i, s:s}",
                                   "block_size", k->block_size, "mask_id", k->mask_id, "eos_id", k->eos_id, "max_steps",
                                   k->max_steps, "threshold", (double)k->threshold, "refresh_every", k->refresh_every,
                                   "update_every", k->update_every, "cohort", shares ? k->cohort : 1, "restrict_experts",
                                   k->restrict_experts, "dense_lane", k->dense_lane, "atlas_extra", a->extra,
                                   "atlas_coverage", (double)a->coverage, "atlas_share", (double)a->covered_share,
                                   "atlas_mass", (double)a->mass_weight, "atlas_budget", a->budget, "atlas_step",
-                                  a->repair_step));
+                                  a->repair_step, "combine", half ? "bf16" : "fp32"));
     return j;
 }

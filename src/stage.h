@@ -9,6 +9,7 @@
 #include "src/options.h"
 #include "src/plan/plan.h"
 #include "src/plan/scheduler.h"
+#include "src/transport.h"
 #include "src/world.h"
 
 #include <jansson.h>
@@ -28,15 +29,23 @@ typedef struct stage {
     sum_tree *tree;
     backend *backend;
     weights *weights;
+    transport_ask way;
+    nccl_comm *joined;              /* the ranks' GPUs; NULL: none, or not joined */
     lane *lane;
     executor *executor;
 } stage;
 
 /* Reads and checks everything that is cheap: config, headers, tokenizer, chat form, ids, rules, the deal of experts.
- * BAD_INPUT. The stage borrows options and world; stage_close in any case. */
+ * BAD_INPUT. Collective. The stage borrows options and world; stage_close in any case. */
 status stage_check(stage *s, const options *o, world *w);
-/* Takes memory, loads this rank's weights, opens lane and executor. */
+/* Opens the backend. */
+status stage_device(stage *s);
+/* Joins the ranks' GPUs where there are several; collective, so every rank must have its device. */
+status stage_join(stage *s);
+/* Takes memory for this rank's weights and loads them. */
 status stage_load(stage *s);
+/* Opens lane and executor; collective too. */
+status stage_connect(stage *s);
 void stage_close(stage *s);
 
 /* --dry-run: shards and memory of every rank, as text. */

@@ -1,0 +1,120 @@
+#include "src/transport.h"
+
+#include "src/options.h"
+
+#include <stdlib.h>
+
+/* One rank's rows stay where they are, unless the way between GPUs is asked for by name. */
+static bool alone(const transport_ask *a)
+{
+    return a->ranks == 1 && (a->transport == TRANSPORT_AUTO || a->transport == TRANSPORT_SELF);
+}
+
+bool transport_joins(void)
+{
+#ifdef EPOCH_NCCL
+    return true;
+#else
+    return false;
+#endif
+}
+
+status transport_check(const transport_ask *a)
+{
+    status st = OK;
+    bool between = a->transport == TRANSPORT_NCCL;
+    if (a->transport == TRANSPORT_SELF && a->ranks > 1)
+        FAIL(BAD_INPUT, "--transport self carries one rank, there are %d: want auto or %s", a->ranks,
+             a->cuda ? "nccl" : "mpi");
+    if (a->cuda && a->transport == TRANSPORT_MPI)
+        FAIL(BAD_INPUT, "--transport mpi carries rows in host memory: want --transport %s with --device cuda",
+             a->ranks > 1 ? "nccl" : "self");
+    if (!a->cuda && between)
+        FAIL(BAD_INPUT, "--transport nccl carries rows between GPUs: want --device cuda, with a GPU for each rank, or "
+             "--transport mpi");
+    if (!a->cuda && a->combine != F32)
+        FAIL(BAD_INPUT, "--combine bf16 halves what GPUs exchange: want --combine fp32, or --device cuda");
+    if (a->cuda && !alone(a) && !a->joins)
+        FAIL(BAD_INPUT, "--device cuda on %d ranks: this program was built without NCCL (-DEPOCH_NCCL=ON)", a->ranks);
+out:
+    return st;
+}
+
+status transport_gpus(bool *out, world *w, int visible)
+{
+    status st = OK;
+    int32_t *say = calloc((size_t)w->size, sizeof *say), *hear = calloc((size_t)w->size, sizeof *hear);
+    TRY(w->agree(w, say && hear ? OK : status_fail(FAILED, __FILE__, __LINE__, "out of memory")));
+    for (int r = 0; r < w->size; r++)
+        say[r] = visible >= w->local_size;
+    TRY(w->counts(w, hear, say));
+    *out = true;
+    for (int r = 0; r < w->size; r++)
+        *out = *out && hear[r];
+out:
+    free(say);
+    free(hear);
+    return st;
+}
+
+#ifdef EPOCH_CUDA
+static status open_self(lane **out, const transport_ask *a, const lane_rule *r, backend *b)
+{
+    return a->cuda ? lane_self_cuda_open(out, r, b) : lane_self_open(out, r, b);
+}
+#else
+static status open_self(lane **out, const transport_ask *a, const lane_rule *r, backend *b)
+{
+    (void)a;
+    return lane_self_open(out, r, b);
+}
+#endif
+
+#ifdef EPOCH_NCCL
+status transport_join(nccl_comm **out, const transport_ask *a, world *w, backend *b)
+{
+    *out = NULL;
+    return a->cuda && !alone(a) ? nccl_open(out, w, b, a->deadline) : OK;
+}
+
+void transport_leave(nccl_comm *n)
+{
+    nccl_close(n);
+}
+
+static status open_joined(lane **out, const lane_rule *r, backend *b, world *w, nccl_comm *n)
+{
+    return lane_nccl_open(out, r, b, w, n);
+}
+#else /* never asked for: transport_check refuses it */
+status transport_join(nccl_comm **out, const transport_ask *a, world *w, backend *b)
+{
+    (void)a;
+    (void)w;
+    (void)b;
+    *out = NULL;
+    return OK;
+}
+
+void transport_leave(nccl_comm *n)
+{
+    (void)n;
+}
+
+static status open_joined(lane **out, const lane_rule *r, backend *b, world *w, nccl_comm *n)
+{
+    (void)r;
+    (void)b;
+    (void)w;
+    (void)n;
+    *out = NULL;
+    return FAILED;
+}
+#endif
+
+status transport_open(lane **out, const transport_ask *a, const lane_rule *r, backend *b, world *w, nccl_comm *n)
+{
+    if (alone(a))
+        return open_self(out, a, r, b);
+    return a->cuda ? open_joined(out, r, b, w, n) : lane_mpi_open(out, r, b, w);
+}

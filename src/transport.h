@@ -1,0 +1,34 @@
+/* Which transport carries a job's rows, and its opening: what `epoch run` and `epoch bench` have in common. */
+#ifndef EPOCH_TRANSPORT_H
+#define EPOCH_TRANSPORT_H
+
+#include "src/lane.h"
+
+#include <stdbool.h>
+
+typedef struct transport_ask {
+    int transport;     /* TRANSPORT_AUTO and so on, of options.h */
+    dtype combine;     /* --combine */
+    bool cuda;
+    int ranks;
+    bool joins;        /* this program can join GPUs: transport_joins */
+    double deadline;   /* --connect-timeout */
+} transport_ask;
+
+/* Was the program built with NCCL? */
+bool transport_joins(void);
+
+/* BAD_INPUT where what is asked for does not go together; judged without any device. */
+status transport_check(const transport_ask *a);
+
+/* A GPU a rank, the same answer on every rank; collective. */
+status transport_gpus(bool *out, world *w, int visible);
+
+/* Collective: joins the GPUs where the transport needs it. *out is NULL where it does not. */
+status transport_join(nccl_comm **out, const transport_ask *a, world *w, backend *b);
+/* The lane; n as transport_join left it. Collective where GPUs are joined. */
+status transport_open(lane **out, const transport_ask *a, const lane_rule *r, backend *b, world *w, nccl_comm *n);
+/* Behind the lane's close; accepts NULL. */
+void transport_leave(nccl_comm *n);
+
+#endif

@@ -1,0 +1,84 @@
+/* Which transports go with which device and number of ranks: judged without any device. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+/* cmocka.h wants the four above */
+#include <cmocka.h>
+
+#include "src/options.h"
+#include "src/transport.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static void test_choices(void **state)
+{
+    (void)state;
+    const struct {
+        transport_ask ask;
+        const char *says; /* NULL: it may be */
+    } cases[] = {
+        {{.transport = TRANSPORT_AUTO, .ranks = 1}, NULL},
+        {{.transport = TRANSPORT_AUTO, .ranks = 4}, NULL},
+        {{.transport = TRANSPORT_MPI, .ranks = 1}, NULL},
+        {{.transport = TRANSPORT_SELF, .ranks = 1}, NULL},
+        {{.transport = TRANSPORT_SELF, .ranks = 2}, "--transport self carries one rank, there are 2: want auto or mpi"},
+        {{.transport = TRANSPORT_NCCL, .ranks = 2}, "--transport nccl carries rows between GPUs: want --device cuda"},
+        {{.transport = TRANSPORT_AUTO, .ranks = 2, .combine = BF16}, "--combine bf16 halves what GPUs exchange"},
+        {{.transport = TRANSPORT_AUTO, .ranks = 1, .cuda = true}, NULL},
+        {{.transport = TRANSPORT_AUTO, .ranks = 1, .cuda = true, .combine = BF16}, NULL},
+        {{.transport = TRANSPORT_SELF, .ranks = 1, .cuda = true}, NULL},
+        {{.transport = TRANSPORT_NCCL, .ranks = 1, .cuda = true, .joins = true}, NULL},
+        {{.transport = TRANSPORT_AUTO, .ranks = 8, .cuda = true, .joins = true}, NULL},
+        {{.transport = TRANSPORT_NCCL, .ranks = 8, .cuda = true, .joins = true, .combine = BF16}, NULL},
+        {{.transport = TRANSPORT_SELF, .ranks = 2, .cuda = true, .joins = true}, "there are 2: want auto or nccl"},
+        {{.transport = TRANSPORT_MPI, .ranks = 1, .cuda = true}, "want --transport self with --device cuda"},
+        {{.transport = TRANSPORT_MPI, .ranks = 2, .cuda = true}, "want --transport nccl with --device cuda"},
+        {{.transport = TRANSPORT_AUTO, .ranks = 2, .cuda = true}, "--device cuda on 2 ranks: this program was built "
+                                                                   "without NCCL (-DEPOCH_NCCL=ON)"},
+        {{.transport = TRANSPORT_NCCL, .ranks = 1, .cuda = true}, "this program was built without NCCL"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        status st = transport_check(&cases[i].ask);
+        if (st != (cases[i].says ? BAD_INPUT : OK) || (st != OK && !strstr(status_message(), cases[i].says)))
+            fail_msg("case %zu: %s", i, st == OK ? "accepted" : status_message());
+    }
+}
+
+/* A world in which this rank hears what it is told. */
+static int32_t others[3];
+
+static status hear(world *w, int32_t *recv, const int32_t *send)
+{
+    memcpy(recv, others, sizeof others);
+    recv[w->rank] = send[w->rank];
+    return OK;
+}
+
+static status agree(world *w, status mine)
+{
+    (void)w;
+    return mine;
+}
+
+static void test_a_gpu_each(void **state)
+{
+    (void)state;
+    world w = {.rank = 1, .size = 3, .local_size = 2, .counts = hear, .agree = agree};
+    bool all;
+    others[0] = others[2] = 1;
+    assert_int_equal(transport_gpus(&all, &w, 2), OK);
+    assert_true(all);
+    assert_int_equal(transport_gpus(&all, &w, 1), OK);
+    assert_false(all);
+    others[2] = 0; /* another host has too few */
+    assert_int_equal(transport_gpus(&all, &w, 8), OK);
+    assert_false(all);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_choices), cmocka_unit_test(test_a_gpu_each)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

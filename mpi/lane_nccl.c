@@ -52,6 +52,7 @@ static status post_heard(lane_nccl *m)
     status st = OK;
     CUDA_TRY(cudaMemcpyAsync(m->heard, m->board.out, m->heard_bytes, cudaMemcpyDeviceToHost, m->c->stream));
     CUDA_TRY(cudaEventRecord(m->event, m->c->stream));
+    m->c->ordered = true;
 out:
     return st;
 }
@@ -95,6 +96,7 @@ static status exchange_greetings(lane_nccl *m)
         NCCL_TRY(m->n, ncclRecv(&m->board.in[r], sizeof *m->board.in, ncclInt8, r, comm, m->c->stream));
     }
     NCCL_TRY(m->n, ncclGroupEnd());
+    m->c->ordered = true; /* what follows a transfer waits for all of it */
 out:
     return st;
 }
@@ -117,6 +119,7 @@ static status exchange_rows(lane_nccl *m)
         arrived += in;
     }
     NCCL_TRY(m->n, ncclGroupEnd());
+    m->c->ordered = true; /* what follows a transfer waits for all of it */
 out:
     return st;
 }
@@ -197,6 +200,7 @@ static status exchange_partials(lane_nccl *m)
         m->traffic.bytes_combined += (int64_t)back;
     }
     NCCL_TRY(m->n, ncclGroupEnd());
+    m->c->ordered = true; /* what follows a transfer waits for all of it */
 out:
     return st;
 }

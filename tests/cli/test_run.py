@@ -109,6 +109,8 @@ def test_flags():
     refused("--kv-tokens is 10", "want at least 2048", more=["--kv-tokens", 10])
     refused("9999999", "1536", "set --mask-id", more=["--mask-id", 9999999])
     refused("--transport self", "there are 2", "want auto or mpi", more=["--transport", "self"])
+    refused("--transport nccl", "between GPUs", "want --device cuda", more=["--transport", "nccl"])
+    refused("--combine bf16", "want --combine fp32", more=["--combine", "bf16"])
     refused("--placement tp", "want dp", more=["--placement", "tp"])
 
 

@@ -3,6 +3,7 @@
 #include "cuda/kernels.h"
 
 #include <assert.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -219,7 +220,7 @@ out:
 
 enum { MARKS_MOST = 4096, RECORD_MARKS = 4096, TIMED_EVERY = 32 };
 
-/* A call recorded as two graphs: bare, and with an event at each mark. One replay in TIMED_EVERY is the timed one; how
+/* A call recorded as two graphs: bare, and with an event at each mark. One replay in timed_every is the timed one; how
  * its time falls to the phases is taken for the others too, whose whole time alone is measured. */
 typedef struct cuda_record {
     int64_t calls;
@@ -374,7 +375,7 @@ static status repeat(backend *b, void **record, status (*call)(void *of), void *
         TRY(capture(c, &r->plain, NULL, call, of));
         TRY(capture(c, &r->timed, r, call, of));
     }
-    bool timed = n % TIMED_EVERY == 1;
+    bool timed = (n - 1) % b->timed_every == 0;
     if (timed)
         TRY(read_timed(c->marks));
     if (c->marks->count == 0)
@@ -479,6 +480,7 @@ static void close_cuda(backend *b)
 static const backend table = {
     .name = "cuda",
     .activation = BF16,
+    .timed_every = TIMED_EVERY,
     .runs_ahead = true,
     .reserve = reserve,
     .release = release,
@@ -544,9 +546,10 @@ static status no_device(cudaError_t e)
                        visible ? visible : "not set", cudaGetErrorString(e));
 }
 
-static status open_device(cuda *c, int local_rank)
+static status open_device(backend *b, int local_rank)
 {
     status st = OK;
+    cuda *c = cuda_of(b);
     int count = 0;
     struct cudaDeviceProp prop;
     cudaError_t e = cudaGetDeviceCount(&count);
@@ -563,6 +566,7 @@ static status open_device(cuda *c, int local_rank)
         FAIL(BAD_INPUT, "--device cuda: %s has compute capability %d.%d, the program was built for others: build with "
              "-DCMAKE_CUDA_ARCHITECTURES=%d%d", prop.name, prop.major, prop.minor, prop.major, prop.minor);
     TRY(cuda_check(e, "the first kernel", __FILE__, __LINE__));
+    snprintf(b->device, sizeof b->device, "%.63s", prop.name);
     c->sm_count = prop.multiProcessorCount;
     c->shared_most = prop.sharedMemPerBlockOptin;
     c->overlaps = prop.major >= 9;
@@ -600,7 +604,7 @@ status backend_cuda_open(backend **out, int local_rank)
     }
     *b = table;
     b->self = c;
-    TRY(open_device(c, local_rank));
+    TRY(open_device(b, local_rank));
     b->stream = c->stream;
     *out = b;
     b = NULL;

@@ -1,5 +1,6 @@
 /* A results_file as HDF5 and back. One table of columns a group serves both directions; schema.md tells their meaning.
  */
+#include "results/bench_file.h"
 #include "results/private.h"
 
 #include <errno.h>
@@ -189,6 +190,36 @@ static const column score_columns[] = {
 };
 #undef AT
 
+#define AT(field) offsetof(bench_row, field)
+static const column bench_columns[] = {
+    {"mode", COLUMN_TEXT, 1, AT(mode), NULL},
+    {"prefix", COLUMN_I32, 1, AT(prefix), "positions"},
+    {"batch", COLUMN_I32, 1, AT(batch), "sequences"},
+    {"cohort", COLUMN_I32, 1, AT(cohort), "sequences"},
+    {"support", COLUMN_I32, 1, AT(support), "experts"},
+    {"forwards", COLUMN_I32, 1, AT(forwards), "forwards"},
+    {"ms", COLUMN_F64, 1, AT(ms), "ms"},
+    {"ms_block", COLUMN_F64, 1, AT(ms_block), "ms"},
+    {"floor_ms", COLUMN_F64, 1, AT(floor_ms), "ms"},
+    {"percent", COLUMN_F64, 1, AT(percent), "%"},
+    {"phase_ms", COLUMN_F64, PHASES, AT(phase_ms), "ms"},
+    {"phase_floor_ms", COLUMN_F64, PHASES, AT(phase_floor_ms), "ms"},
+    {"rows", COLUMN_F64, 1, AT(rows), "rows"},
+    {"fresh", COLUMN_F64, 1, AT(fresh), "rows"},
+    {"live", COLUMN_F64, 1, AT(live), "rows"},
+    {"experts", COLUMN_F64, 1, AT(experts), "experts"},
+    {"bytes", COLUMN_F64, 1, AT(bytes), "bytes"},
+    {"flops", COLUMN_F64, 1, AT(flops), "FLOP"},
+    {"dispatched", COLUMN_F64, 1, AT(dispatched), "bytes"},
+    {"combined", COLUMN_F64, 1, AT(combined), "bytes"},
+    {"tokens_per_second", COLUMN_F64, 1, AT(tokens_per_second), "tokens/s"},
+    {"idle", COLUMN_F64, 1, AT(idle), NULL},
+    {"ratio", COLUMN_F64, 1, AT(ratio), NULL},
+    {"floor_ratio", COLUMN_F64, 1, AT(floor_ratio), NULL},
+};
+#undef AT
+
+static const table bench_table = TABLE("bench", bench_columns, bench_row);
 static const table outputs_table = TABLE("outputs", output_columns, result_output);
 static const table blocks_table = TABLE("blocks", block_columns, result_block);
 static const table phases_table = TABLE("phases", phase_columns, result_rank);
@@ -344,14 +375,29 @@ static int by_name(const void *a, const void *b)
     return strcmp(*(const char *const *)a, *(const char *const *)b);
 }
 
-/* The members of f->run and what the file says of itself, by name: so a file that is read is written as the same bytes.
- */
+/* The members of an object as attributes, by name: so a file that is read is written as the same bytes. */
+static status write_attributes(hid_t file, json_t *all, const char *where)
+{
+    status st = OK;
+    const char *name, **names = calloc(json_object_size(all) + 1, sizeof *names);
+    json_t *v;
+    size_t count = 0;
+    if (!names)
+        FAIL(FAILED, "%s: no memory for attributes", where);
+    json_object_foreach(all, name, v) names[count++] = name;
+    qsort(names, count, sizeof *names, by_name);
+    for (size_t i = 0; i < count; i++)
+        TRY(write_attribute(file, names[i], json_object_get(all, names[i]), where));
+out:
+    free(names);
+    return st;
+}
+
+/* The members of f->run, and what the file says of itself. */
 static status write_run(hid_t file, const results_file *f, const char *where)
 {
     status st = OK;
-    const char *name, **names = NULL;
-    json_t *all = json_copy(f->run), *v;
-    size_t count = 0;
+    json_t *all = json_copy(f->run);
     int64_t done = 0;
     for (int64_t i = 0; i < f->rows; i++)
         done += !f->output[i].row.failed;
@@ -360,15 +406,10 @@ static status write_run(hid_t file, const results_file *f, const char *where)
         json_object_set_new(all, "sessions", json_integer(f->sessions)) < 0 ||
         json_object_set_new(all, "rows", json_integer(f->rows)) < 0 ||
         json_object_set_new(all, "rows_done", json_integer(done)) < 0 ||
-        json_object_set_new(all, "rows_failed", json_integer(f->rows - done)) < 0 ||
-        !(names = calloc(json_object_size(all), sizeof *names)))
+        json_object_set_new(all, "rows_failed", json_integer(f->rows - done)) < 0)
         FAIL(FAILED, "%s: no memory for attributes", where);
-    json_object_foreach(all, name, v) names[count++] = name;
-    qsort(names, count, sizeof *names, by_name);
-    for (size_t i = 0; i < count; i++)
-        TRY(write_attribute(file, names[i], json_object_get(all, names[i]), where));
+    TRY(write_attributes(file, all, where));
 out:
-    free(names);
     json_decref(all);
     return st;
 }
@@ -520,7 +561,8 @@ out:
     return st;
 }
 
-status hdf5_write(const char *where, const results_file *f)
+static status write_file(const char *where, status (*fill)(hid_t file, const void *from, const char *where),
+                         const void *from)
 {
     status st = OK;
     hid_t made = -1, how = -1, file = -1;
@@ -536,8 +578,7 @@ status hdf5_write(const char *where, const results_file *f)
     WROTE(H5Pset_fapl_core(how, 4 << 20, false), "the image");
     WROTE(H5Pset_file_image_callbacks(how, &calls), "the image");
     WROTE(file = H5Fcreate(where, H5F_ACC_TRUNC, made, how), "the file");
-    TRY(write_run(file, f, where));
-    TRY(write_tables(file, f, where));
+    TRY(fill(file, from, where));
     WROTE(H5Fflush(file, H5F_SCOPE_GLOBAL), "the image");
     ssize_t size = H5Fget_file_image(file, NULL, 0); /* without the room behind the last byte */
     herr_t closed = H5Fclose(file);
@@ -551,6 +592,55 @@ out:
     free(m.bytes);
     drop(how);
     drop(made);
+    return st;
+}
+
+static status fill_results(hid_t file, const void *from, const char *where)
+{
+    status st = OK;
+    TRY(write_run(file, from, where));
+    TRY(write_tables(file, from, where));
+out:
+    return st;
+}
+
+status hdf5_write(const char *where, const results_file *f)
+{
+    return write_file(where, fill_results, f);
+}
+
+typedef struct bench_rows {
+    const json_t *about;
+    const bench_row *row;
+    int64_t rows;
+} bench_rows;
+
+static status fill_bench(hid_t file, const void *from, const char *where)
+{
+    status st = OK;
+    const bench_rows *b = from;
+    json_t *all = json_copy((json_t *)b->about);
+    if (json_object_set_new(all, "bench_schema_version", json_integer(BENCH_SCHEMA)) < 0)
+        FAIL(FAILED, "%s: no memory for attributes", where);
+    TRY(write_attributes(file, all, where));
+    TRY(write_table(file, &bench_table, b->row, b->rows, where));
+    TRY(write_column(file, "bench/phase_names", &plain_text, phase_names, sizeof *phase_names, PHASES, where));
+out:
+    json_decref(all);
+    return st;
+}
+
+status bench_save(const char *path, const json_t *about, const bench_row *row, int64_t rows)
+{
+    status st = OK;
+    char tmp[4096];
+    if ((size_t)snprintf(tmp, sizeof tmp, "%s.tmp.%ld", path, (long)getpid()) >= sizeof tmp)
+        FAIL(BAD_INPUT, "%s: the path is too long", path);
+    TRY(write_file(tmp, fill_bench, &(bench_rows){about, row, rows}));
+    TRY(file_settle(tmp, path));
+out:
+    if (st != OK)
+        unlink(tmp);
     return st;
 }
 

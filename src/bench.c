@@ -1,32 +1,37 @@
 #include "src/bench.h"
 
+#include "results/bench_file.h"
 #include "src/base/json.h"
-#include "src/exec/executor.h"
-#include "src/model/config.h"
 #include "src/options.h"
-#include "src/plan/plan.h"
-#include "src/transport.h"
+#include "src/plan/scheduler.h"
+#include "src/trial.h"
 
 #include <errno.h>
 #include <getopt.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
-enum { BLOCK = 32, BATCHES = 16, WARM_UP = 3, PATTERN_STEPS = 64, CONNECT_SECONDS = 60 };
+enum { LIST = 16, MODES = 5, CONNECT_SECONDS = 60 };
 
-static const char *const modes[] = {"epoch", "full", "no-atlas", "no-lsp", "no-lane"}; /* as plan_mode */
+static const char *const modes[MODES] = {"epoch", "full", "no-atlas", "no-lsp", "no-lane"}; /* as plan_mode */
 
 /* ---- what is asked */
 
+typedef struct list {
+    int32_t at[LIST], count;
+} list;
+
 typedef struct ask {
-    const char *shape, *schedule;
+    const char *shape, *schedule, *out;
     int device, transport, combine; /* of options.h */
-    bool steady;            /* nothing commits, every row of every block is live */
-    plan_settings plan;
-    int32_t batch[BATCHES], batch_count; /* of each rank */
-    int32_t prefix, iterations, blocks, layers, support, cohort, seed;
+    list batch, prefix, cohort, support, mode;
+    bool per_rank; /* batch: of each rank, not of the job */
+    int32_t iterations, blocks, layers, seed;
     double skew;
 } ask;
 
@@ -53,10 +58,11 @@ static const model_config mini = {.layers = 20,
                                   .normalise = true,
                                   .expert_bias = true};
 
-/* Shapes by name; any other name is a folder with a config.json. LLaDA-MoE is a stand-in: its sizes, but block-causal
- * and with the router of the other family. */
+/* Shapes by name; any other name is a config.json, or a folder that holds one. LLaDA-MoE is a stand-in: its sizes, but
+ * block-causal and with the router of the other family. */
 static status find_shape(model_config *c, const char *name)
 {
+    struct stat is;
     *c = mini;
     if (strcmp(name, "llada2-mini") == 0)
         return OK;
@@ -80,7 +86,12 @@ static status find_shape(model_config *c, const char *name)
         c->groups = c->top_groups = 1;
         return OK;
     }
-    return model_config_open(c, name);
+    return stat(name, &is) == 0 && S_ISREG(is.st_mode) ? model_config_read(c, name) : model_config_open(c, name);
+}
+
+static bool stand_in(const ask *a)
+{
+    return strcmp(a->shape, "llada-moe") == 0;
 }
 
 /* The commit schedule: one pattern a block that the prompt does not reach into. */
@@ -106,8 +117,8 @@ static status read_schedule(int32_t **pace, int32_t *patterns, const char *path)
             (*pace)[*patterns * PATTERN_STEPS + (int32_t)k] = (int32_t)json_integer_value(json_array_get(commits, k));
             sum += (size_t)json_integer_value(json_array_get(commits, k));
         }
-        if (sum != BLOCK)
-            FAIL(BAD_INPUT, "%s: block %zu commits %zu positions, want %d", path, i, sum, BLOCK);
+        if (sum != TRIAL_BLOCK)
+            FAIL(BAD_INPUT, "%s: block %zu commits %zu positions, want %d", path, i, sum, TRIAL_BLOCK);
         ++*patterns;
     }
     if (*patterns == 0)
@@ -117,450 +128,164 @@ out:
     return st;
 }
 
-static int pattern_steps(const int32_t *pattern)
+/* ---- the settings of one row */
+
+static bool restricts(int32_t mode)
 {
-    int n = 0;
-    while (n < PATTERN_STEPS && pattern[n] > 0)
-        n++;
-    return n;
+    return mode != PLAN_FULL && mode != PLAN_NO_ATLAS;
 }
 
-/* ---- one batch */
-
-/* What the timed forwards of a rank came to, and were made of: sums over them. */
-typedef struct tally {
-    double rows, fresh, live, distinct, floor, committed; /* distinct: mean over sparse layers, of all ranks */
-    double seconds, wall, part[PHASES];
-    double dispatched, combined; /* bytes to other ranks */
-} tally;
-
-typedef struct benchmark {
-    const ask *ask;
-    const model_config *config;
-    world *world;
-    bool gpu;
-    transport_ask way;
-    nccl_comm *joined;
-    backend *backend;
-    weights *weights;
-    sum_tree *tree;
-    double copied, multiplied; /* ceilings; 0: not known */
-    int32_t *pace, patterns;
-    /* of this batch */
-    executor_rule rule;
-    lane *lane;
-    executor *executor;
-    void *pace_slab;
-    int32_t forwards;
-    tally t;
-} benchmark;
-
-static double now(void)
+/* A forced support never changes: every row is covered by it, and nothing is added. */
+static plan_settings settings(const model_config *c, int32_t mode, int32_t cohort, int32_t support)
 {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    return (plan_settings){.mode = (plan_mode)mode,
+                           .block_size = TRIAL_BLOCK,
+                           .max_steps = 1 << 30,
+                           .prefill_blocks = 1,
+                           .mask_id = c->vocab - 1,
+                           .eos_id = -1,
+                           .threshold = 0.95f,
+                           .refresh = 5,
+                           .cohort = cohort,
+                           .coverage = support ? 1e-6f : 0.98f,
+                           .share = 0.98f,
+                           .mass = 1,
+                           .extra = -1,
+                           .budget = support ? support : -1,
+                           .step = -1};
 }
 
-/* All slots at the start of a block behind the same prefix; tokens are random, so that rows are as unlike as a text's.
- */
-static status reset(benchmark *x)
+/* ---- text */
+
+static void print_head(const trial_setup *s, const ask *a, const char *lane_name)
 {
-    status st = OK;
-    executor *e = x->executor;
-    const int32_t slots_here = x->rule.slot_count, blocks = e->slots.max_blocks, first = x->ask->prefix / BLOCK;
-    slot *s = calloc((size_t)slots_here, sizeof *s);
-    int32_t *token = calloc((size_t)slots_here * (size_t)e->slots.token.cols, sizeof *token);
-    int32_t *page = calloc((size_t)slots_here * (size_t)blocks, sizeof *page);
-    if (!s || !token || !page)
-        FAIL(FAILED, "out of memory");
-    for (int32_t i = 0; i < slots_here; i++)
-        s[i] = (slot){.state = SLOT_WAITING,
-                      .prompt_tokens = x->ask->prefix,
-                      .end = blocks * BLOCK,
-                      .sealed = first,
-                      .block = first,
-                      .cache_block = -1};
-    for (int64_t i = 0; i < slots_here * e->slots.token.cols; i++)
-        token[i] = (int32_t)((random_at((uint64_t)(x->ask->seed + x->world->rank), (uint64_t)i) + 1) / 2 * (float)(x->config->vocab - 1));
-    for (int32_t i = 0; i < slots_here * blocks; i++)
-        page[i] = i;
-    TRY(x->backend->upload(x->backend, &e->slots.slot, s, U8));
-    TRY(x->backend->upload(x->backend, &e->slots.token, token, I32));
-    TRY(x->backend->upload(x->backend, &e->slots.page, page, I32));
-out:
-    free(s);
-    free(token);
-    free(page);
-    return st;
-}
-
-#ifdef EPOCH_CUDA
-static status open_backend(benchmark *x)
-{
-    return x->gpu ? backend_cuda_open(&x->backend, x->world->local_rank) : backend_cpu_open(&x->backend, 0);
-}
-
-static status measure_ceilings(benchmark *x)
-{
-    return x->gpu ? backend_cuda_ceilings(x->backend, &x->copied, &x->multiplied) : OK;
-}
-
-static int gpus(void)
-{
-    return backend_cuda_devices();
-}
-#else
-static status open_backend(benchmark *x)
-{
-    return backend_cpu_open(&x->backend, 0);
-}
-
-static status measure_ceilings(benchmark *x)
-{
-    (void)x;
-    return OK;
-}
-
-static int gpus(void)
-{
-    return 0;
-}
-#endif
-
-/* How many forwards are timed. Lock-step cohorts: until the last slot is through its blocks. Cohorts of one: as long as
- * every slot is still busy, as it would be in a run that refills them. */
-static int32_t count_forwards(const benchmark *x)
-{
-    if (x->ask->steady)
-        return x->ask->iterations;
-    int32_t n = x->rule.slot_count, cohort = x->rule.block.cohort, first = x->ask->prefix / BLOCK, most = 0,
-            least = 1 << 30;
-    for (int32_t c = 0; c < n; c += cohort) {
-        int32_t all = 0;
-        for (int32_t b = first; b < first + x->ask->blocks; b++) {
-            int32_t longest = 0;
-            for (int32_t i = c; i < c + cohort && i < n; i++) {
-                int64_t pattern = (i + (int64_t)b * n) % x->patterns;
-                int32_t steps = pattern_steps(x->pace + pattern * PATTERN_STEPS);
-                longest = steps > longest ? steps : longest;
-            }
-            all += longest;
-        }
-        most = all > most ? all : most;
-        least = all < least ? all : least;
-    }
-    return cohort > 1 ? most : least;
-}
-
-static status open_batch(benchmark *x, int32_t slot_count)
-{
-    status st = OK;
-    const ask *a = x->ask;
-    plan_settings p = a->plan;
-    p.cohort = a->cohort;
-    x->rule = (executor_rule){.slot_count = slot_count, .max_tokens = a->prefix + a->blocks * BLOCK};
-    x->rule.page_count = slot_count * (x->rule.max_tokens / BLOCK);
-    TRY(plan_rules(&x->rule.block, &x->rule.atlas, &p, x->config, slot_count));
-    lane_rule lr = {.hidden = x->config->hidden, .top_k = x->config->top_k, .max_rows = executor_max_rows(&x->rule),
-                    .tree = x->tree, .payload = x->backend->activation, .combine = x->way.combine};
-    TRY(transport_open(&x->lane, &x->way, &lr, x->backend, x->world, x->joined));
-    TRY(executor_open(&x->executor, &x->rule, x->config, x->weights, x->backend, x->lane));
-    TRY(x->backend->random(x->backend, &x->executor->kv.k, (uint64_t)a->seed + 1, 1.7f));
-    TRY(x->backend->random(x->backend, &x->executor->kv.v, (uint64_t)a->seed + 2, 1.7f));
-    tensor pace = tensor_of(NULL, I32, x->patterns, PATTERN_STEPS);
-    TRY(x->backend->reserve(x->backend, &x->pace_slab, (size_t)(pace.rows * pace.cols) * sizeof(int32_t)));
-    pace.data = x->pace_slab;
-    TRY(x->backend->upload(x->backend, &pace, x->pace, I32));
-    x->executor->slots.pace = pace;
-    x->forwards = count_forwards(x);
-out:
-    return st;
-}
-
-static void close_batch(benchmark *x)
-{
-    executor_close(x->executor);
-    if (x->lane)
-        x->lane->close(x->lane);
-    if (x->pace_slab)
-        x->backend->release(x->backend, x->pace_slab);
-    x->executor = NULL;
-    x->lane = NULL;
-    x->pace_slab = NULL;
-}
-
-/* ---- the floor */
-
-/* Seconds that one op needs at least: its bytes, each input read and each output written once, or its FLOPs. */
-static double at_least(const benchmark *x, double bytes, double flops)
-{
-    double moved = bytes / x->copied, multiplied = flops / x->multiplied;
-    return moved > multiplied ? moved : multiplied;
-}
-
-/* rows by w[outs, inner], BF16 */
-static double product_floor(const benchmark *x, double rows, double outs, double inner)
-{
-    return at_least(x, 2 * (outs * inner + rows * (outs + inner)), 2 * rows * outs * inner);
-}
-
-/* One forward: r rows in `spans` blocks that see `seen` keys in all, f of them fresh, l live; `touched` experts of this
- * rank and `edges` to them, summed over the sparse layers. */
-static double forward_floor(const benchmark *x, double r, double seen, double f, double l, double touched, double edges)
-{
-    const model_config *c = x->config;
-    double h = c->hidden, q = (double)c->heads * c->head_dim, kv = (double)c->kv_heads * c->head_dim, sum = 0;
-    double sparse = c->layers - c->dense_layers;
-    sum += at_least(x, 4 * r * h, 0); /* embedding */
-    sum += c->layers * product_floor(x, r, q + 2 * kv, h);
-    sum += c->layers * at_least(x, 2 * (2 * r * (q + 2 * kv)), 0); /* norms, rotary, K/V */
-    sum += c->layers * at_least(x, 2 * (2 * seen * kv + 2 * r * q), 4 * seen * BLOCK * q);           /* attention */
-    sum += c->layers * product_floor(x, r, h, q);
-    sum += c->layers * 2 * at_least(x, 2 * 4 * r * h, 0); /* residual and norm */
-    sum += c->dense_layers * (product_floor(x, r, 2.0 * c->dense_inner, h) + product_floor(x, r, h, c->dense_inner));
-    sum += sparse *
-           at_least(x, 4.0 * c->experts * h + f * (2 * h + 4.0 * c->experts), 2 * f * c->experts * h); /* router */
-    sum += at_least(x, 2 * (touched * 3 * h * c->expert_inner + sparse * 2 * f * h), 6 * edges * h * c->expert_inner);
-    sum += sparse * at_least(x, 2 * 2 * (r - f) * h, 0); /* rows out of the cache */
-    if (c->shared_inner)
-        sum += sparse * (product_floor(x, r, 2.0 * c->shared_inner, h) + product_floor(x, r, h, c->shared_inner));
-    return sum + at_least(x, 2 * (c->vocab * h + l * h), 2 * l * c->vocab * h);
-}
-
-/* ---- what the forwards are made of */
-
-/* Of the newest routed layer: different experts that all ranks' rows chose, those of them that this rank has, and the
- * edges to these. */
-typedef struct touched {
-    double distinct, here, edges;
-} touched;
-
-static status count_touched(benchmark *x, int32_t fresh, int32_t *ids, touched *sum)
-{
-    status st = OK;
-    enum { MOST = SUM_TREE_EXPERTS };
-    world *w = x->world;
-    int32_t chosen[MOST] = {0}, *all = NULL;
-    size_t bytes = sizeof *chosen * (size_t)x->config->experts;
-    tensor used = tensor_rows(&x->executor->a.ids, 0, fresh);
-    TRY(x->backend->download(x->backend, ids, &used));
-    for (int64_t i = 0; i < fresh * used.cols; i++)
-        if (ids[i] >= 0)
-            chosen[ids[i]]++;
-    if (w->size > 1) {
-        all = malloc(bytes * (size_t)w->size);
-        if (!all)
-            FAIL(FAILED, "out of memory");
-        TRY(w->gather(w, all, chosen, bytes));
-        for (int r = 1; r < w->size && w->rank == 0; r++)
-            for (int e = 0; e < x->config->experts; e++)
-                all[e] += all[r * x->config->experts + e];
-        TRY(w->bcast(w, all, bytes, 0));
-        memcpy(chosen, all, bytes);
-    }
-    for (int e = 0; e < x->config->experts; e++) {
-        bool here = x->tree->rank_of[e] == w->rank;
-        sum->distinct += chosen[e] > 0;
-        sum->here += here && chosen[e] > 0;
-        sum->edges += here ? chosen[e] : 0;
-    }
-out:
-    free(all);
-    return st;
-}
-
-/* The same forwards again, layer by layer with a look between: nothing of this is timed. */
-static status look(benchmark *x)
-{
-    status st = OK;
-    executor *e = x->executor;
-    backend *b = x->backend;
-    activations *v = &e->a;
-    int sparse = x->config->layers - x->config->dense_layers;
-    int32_t *ids = malloc(sizeof *ids * (size_t)(v->ids.rows * v->ids.cols + 1));
-    span *spans = malloc(sizeof *spans * (size_t)(e->batch.span.rows + 1));
-    slot_report *rep = malloc(sizeof *rep * (size_t)x->rule.slot_count);
-    tally *t = &x->t;
-    t->rows = t->fresh = t->live = t->distinct = t->floor = t->committed = 0;
-    if (!ids || !spans || !rep)
-        FAIL(FAILED, "out of memory");
-    TRY(reset(x));
-    int32_t times = x->ask->steady ? 1 : x->forwards;
-    for (int32_t n = 0; n < times; n++) {
-        int32_t count[4];
-        touched touch = {0};
-        double seen = 0;
-        TRY(executor_begin(e));
-        TRY(b->download(b, count, &e->batch.count));
-        for (int l = 0, s = 0; l < x->config->layers; l++) {
-            TRY(attention_layer(e, l));
-            if (!e->weights->layer[l].sparse) {
-                TRY(dense_layer(e, l));
-                continue;
-            }
-            TRY(moe_layer(e, l, s++));
-            TRY(count_touched(x, count[2], ids, &touch));
-        }
-        TRY(executor_end(e));
-        TRY(b->download(b, spans, &e->batch.span));
-        TRY(executor_reports(e, rep));
-        for (int32_t i = 0; i < count[1]; i++)
-            seen += (spans[i].block + 1) * BLOCK;
-        for (int32_t i = 0; i < x->rule.slot_count; i++) {
-            t->committed += __builtin_popcountll(rep[i].committed);
-            if (rep[i].broken)
-                FAIL(FAILED, "the logits of slot %d are not finite", i);
-        }
-        t->rows += count[0];
-        t->fresh += count[2];
-        t->live += count[3];
-        t->distinct += touch.distinct / (sparse ? sparse : 1);
-        if (x->copied > 0)
-            t->floor += forward_floor(x, count[0], seen, count[2], count[3], touch.here, touch.edges);
-    }
-    double *const sums[] = {&t->rows, &t->fresh, &t->live, &t->distinct, &t->floor, &t->committed};
-    for (size_t i = 0; i < sizeof sums / sizeof *sums; i++)
-        *sums[i] *= (double)x->forwards / times;
-out:
-    free(ids);
-    free(spans);
-    free(rep);
-    return st;
-}
-
-static status time_forwards(benchmark *x)
-{
-    status st = OK;
-    backend *b = x->backend;
-    world *w = x->world;
-    tally *t = &x->t;
-    lane_traffic traffic;
-    *t = (tally){0};
-    TRY(reset(x));
-    for (int i = 0; i < WARM_UP; i++)
-        TRY(executor_forward(x->executor));
-    TRY(reset(x));
-    TRY(b->sync(b));
-    TRY(x->lane->traffic(x->lane, &traffic));
-    TRY(b->mark(b, PHASE_HOST));
-    TRY(b->laps(b, t->part));
-    memset(t->part, 0, sizeof t->part);
-    TRY(w->agree(w, OK)); /* all begin together */
-    double from = now();
-    for (int32_t i = 0; i < x->forwards; i++)
-        TRY(executor_forward(x->executor));
-    TRY(b->sync(b));
-    t->wall = now() - from;
-    TRY(b->laps(b, t->part));
-    for (int p = 0; p < PHASES; p++)
-        t->seconds += t->part[p];
-    TRY(x->lane->traffic(x->lane, &traffic));
-    t->dispatched = (double)traffic.bytes_dispatched;
-    t->combined = (double)traffic.bytes_combined;
-out:
-    return st;
-}
-
-/* ---- tables */
-
-static void print_head(const benchmark *x)
-{
-    const ask *a = x->ask;
-    const model_config *c = x->config;
-    char cohort[16];
-    snprintf(cohort, sizeof cohort, "%d", a->cohort);
+    const model_config *c = s->config;
     printf("# synthetic: random weights and tokens, seed %d; no model's output\n", a->seed);
-    if (x->world->size > 1)
-        printf("# %d ranks, transport %s, combine %s; batch and rows are a rank's, ms the slowest rank's, tokens/s all "
-               "ranks'\n", x->world->size, x->lane->name, x->way.combine == BF16 ? "bf16" : "fp32");
-    printf("# shape %s%s: %d layers, hidden %d, %d experts, top %d; device %s; mode %s, cohort %s, prefix %d\n",
-           a->shape, strcmp(a->shape, "llada-moe") == 0 ? " (block-causal stand-in)" : "", c->layers, c->hidden,
-           c->experts, c->top_k, x->backend->name, modes[a->plan.mode], a->cohort ? cohort : "batch", a->prefix);
-    if (a->steady)
-        printf("# nothing commits: all rows live, %d forwards\n", a->iterations);
+    printf("# shape %s%s: %d layers, hidden %d, %d experts, top %d; %s (%s)\n", a->shape,
+           stand_in(a) ? " (block-causal stand-in for LLaDA-MoE)" : "", c->layers, c->hidden, c->experts, c->top_k,
+           s->backend->name, s->backend->device);
+    printf(
+        "# %d rank%s, transport %s, combine %s; batch and rows are the job's, times the slowest rank's, the floor that "
+        "of the rank with most to do\n",
+        s->world->size, s->world->size > 1 ? "s" : "", lane_name, s->way.combine == BF16 ? "bf16" : "fp32");
+    if (a->schedule)
+        printf("# commit schedule %s, %d patterns; %d blocks a sequence\n", a->schedule, s->patterns, a->blocks);
     else
-        printf("# commit schedule %s, %d patterns; %d blocks a slot\n", a->schedule, x->patterns, a->blocks);
-    if (a->support)
-        printf("# support of %d experts, never rebuilt\n", a->support);
+        printf("# nothing commits: all rows live, %d forwards\n", a->iterations);
     if (a->skew > 0)
         printf("# router bias in [-%g, %g)\n", a->skew, a->skew);
-    if (x->copied > 0)
-        printf("# ceilings measured here: %.2f TB/s copied, %.0f TFLOP/s multiplied (BF16, 8192)\n", x->copied / 1e12,
-               x->multiplied / 1e12);
-    printf("%6s %9s %9s %9s %6s %9s %10s %8s %8s %8s %8s\n", "batch", "forwards", "ms/iter", "floor", "%", "wall ms",
-           "tokens/s", "rows", "fresh", "live", "experts");
+    if (s->most.bytes > 0)
+        printf("# ceilings measured here: %.2f TB/s copied, %.0f TFLOP/s multiplied (BF16, 8192)\n",
+               s->most.bytes / 1e12, s->most.flops / 1e12);
+    printf("# floor, GB and TFLOP: src/cost.h; support -: as the Atlas builds it, or none; idle: slots that wait for "
+           "their "
+           "cohort\n");
+    printf("%-8s %6s %6s %6s %7s %8s %9s %9s %6s %9s %9s %6s %7s %7s %7s %7s %8s %8s\n", "mode", "prefix", "batch",
+           "cohort", "support", "forwards", "ms/iter", "floor", "%", "ms/block", "tokens/s", "idle %", "rows", "fresh",
+           "live", "experts", "GB", "TFLOP");
 }
 
-/* t: of the slowest rank; tokens committed by all ranks. */
-static void print_batch(const benchmark *x, const tally *t, double committed)
+/* A number, or - where there is none. */
+static void cell(int width, int digits, double x)
 {
-    double n = x->forwards, ms = 1e3 * t->seconds / n, least = 1e3 * t->floor / n;
-    printf("%6d %9d %9.3f %9.3f %6.1f %9.3f %10.0f %8.0f %8.0f %8.0f %8.1f\n", x->rule.slot_count, x->forwards, ms,
-           least, 100 * least / ms, 1e3 * t->wall / n, committed / t->seconds, t->rows / n, t->fresh / n, t->live / n,
-           t->distinct / n);
-    printf("       ");
+    if (isnan(x))
+        printf(" %*s", width, "-");
+    else
+        printf(" %*.*f", width, digits, x);
+}
+
+static void print_row(const bench_row *r, int ranks)
+{
+    printf("%-8s %6d %6d %6d", r->mode, r->prefix, r->batch, r->cohort);
+    cell(7, 0, r->support ? r->support : NAN);
+    printf(" %8d", r->forwards);
+    cell(9, 3, r->ms);
+    cell(9, 3, r->floor_ms);
+    cell(6, 1, r->percent);
+    cell(9, 2, r->ms_block);
+    cell(9, 0, r->tokens_per_second);
+    cell(6, 1, 100 * r->idle);
+    cell(7, 0, r->rows);
+    cell(7, 0, r->fresh);
+    cell(7, 0, r->live);
+    cell(7, 1, r->experts);
+    cell(8, 3, r->bytes / 1e9);
+    cell(8, 3, r->flops / 1e12);
+    printf("\n         ms%s:", isnan(r->floor_ms) ? "" : " of floor");
     for (int p = 0; p < PHASES; p++)
-        if (t->part[p] > 0)
-            printf(" %s %.3f", phase_names[p], 1e3 * t->part[p] / n);
+        if (r->phase_ms[p] > 0) {
+            printf(" %s %.3f", phase_names[p], r->phase_ms[p]);
+            if (r->phase_floor_ms[p] > 0)
+                printf(" of %.3f", r->phase_floor_ms[p]);
+        }
     printf("\n");
-    if (x->world->size > 1) {
-        double there = t->part[PHASE_DISPATCH], back = t->part[PHASE_COMBINE];
-        printf("        lane %.1f %% of an iteration; dispatch %.3f MB at %.1f GB/s, combine %.3f MB at %.1f GB/s\n",
-               100 * (there + back) / t->seconds, t->dispatched / n / 1e6, there > 0 ? t->dispatched / there / 1e9 : 0,
-               t->combined / n / 1e6, back > 0 ? t->combined / back / 1e9 : 0);
+    if (r->dispatched > 0) {
+        double there = r->phase_ms[PHASE_DISPATCH], back = r->phase_ms[PHASE_COMBINE];
+        printf(
+            "         lane: %.1f %% of an iteration; all ranks' rows %.3f MB, sums back %.3f MB; %.1f and %.1f GB/s a "
+            "rank\n",
+            100 * (there + back) / r->ms, r->dispatched / 1e6, r->combined / 1e6, r->dispatched / ranks / there / 1e6,
+            r->combined / ranks / back / 1e6);
+    }
+    if (!isnan(r->ratio)) {
+        printf("         full takes %.2f times as long", r->ratio);
+        if (!isnan(r->floor_ratio))
+            printf(", its floor %.2f times: %.0f %%", r->floor_ratio, 100 * r->ratio / r->floor_ratio);
+        printf("\n");
     }
     fflush(stdout);
 }
 
-/* Rank 0 prints what all ranks came to. */
-static status report(benchmark *x)
+/* ---- file */
+
+static json_t *about(const trial_setup *s, const ask *a, const char *lane_name, int argc, char **argv)
 {
-    status st = OK;
-    world *w = x->world;
-    tally *all = calloc((size_t)w->size, sizeof *all);
-    if (!all)
-        FAIL(FAILED, "out of memory");
-    TRY(w->gather(w, all, &x->t, sizeof x->t));
-    if (w->rank == 0) {
-        int slowest = 0;
-        double committed = 0, floor = 0;
-        for (int r = 0; r < w->size; r++) {
-            slowest = all[r].seconds > all[slowest].seconds ? r : slowest;
-            floor = all[r].floor > floor ? all[r].floor : floor;
-            committed += all[r].committed;
-        }
-        all[slowest].floor = floor; /* all wait for the rank that has most to do */
-        print_batch(x, &all[slowest], committed);
-    }
-out:
-    free(all);
-    return st;
+    char host[256] = "", started[32], line[4096] = "epoch";
+    for (int i = 0; i < argc; i++)
+        snprintf(line + strlen(line), sizeof line - strlen(line), " %s", argv[i]);
+    time_t t = time(NULL);
+    struct tm utc;
+    gethostname(host, sizeof host - 1);
+    strftime(started, sizeof started, "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&t, &utc));
+    return json_pack(
+        "{s:s, s:s, s:s, s:s, s:s, s:s, s:b, s:s, s:b, s:i, s:s, s:s, s:s, s:i, s:i, s:f, s:s, s:i, s:f, s:f}",
+        "program", "epoch bench", "version", EPOCH_VERSION, "command_line", line, "started", started, "transport",
+        lane_name, "combine", s->way.combine == BF16 ? "bf16" : "fp32", "synthetic", 1, "shape", a->shape, "stand_in",
+        stand_in(a), "layers", s->config->layers, "device", s->backend->name, "device_name", s->backend->device, "host",
+        host, "ranks", s->world->size, "seed", a->seed, "skew", a->skew, "schedule", a->schedule ? a->schedule : "",
+        "blocks", a->schedule ? a->blocks : 0, "copied_bytes_per_second", s->most.bytes, "bf16_flops_per_second",
+        s->most.flops);
 }
 
 /* ---- the command */
 
 static void help(void)
 {
-    printf("usage: [mpirun -np R] epoch bench [options]\n\n"
-           "Forwards of a real shape with random weights: ms an iteration beside its floor. All of it is synthetic.\n\n"
-           "  --shape NAME       llada2-mini, llada2-flash, llada-moe (block-causal stand-in), or a folder with "
-           "config.json [llada2-mini]\n"
-           "  --layers N         only the first N layers [all]\n"
-           "  --device D         auto, cpu or cuda [auto]\n"
-           "  --mode M           epoch, full, no-atlas, no-lsp, no-lane [full]\n"
-           "  --transport T      between ranks: auto, self, mpi or nccl [auto]\n"
-           "  --combine F        partial sums between GPUs: fp32 or bf16 [fp32]\n"
-           "  --batch LIST       sequences in flight on each rank, for example 1,8,32 [1,8,32,128,256,512]\n"
-           "  --prefix N         positions before the active block, a multiple of 32 [256]\n"
-           "  --schedule FILE    commits of each iteration (tests/bench/schedule.json); without: nothing commits, all "
-           "rows live\n"
-           "  --iterations N     forwards timed without a schedule [20]\n"
-           "  --blocks N         blocks of each sequence with a schedule [3]\n"
-           "  --cohort N         sequences that share supports in lock-step; 0: the batch [1]\n"
-           "  --support N        supports of N experts, never rebuilt; without: as the Atlas builds them\n"
-           "  --skew X           a random router bias up to X, so that some experts are liked [0]\n"
-           "  --seed N           of all that is random [1]\n");
+    printf(
+        "usage: [mpirun -np R] epoch bench [options]\n\n"
+        "Forwards of a real shape with random weights: ms an iteration beside its floor. All of it is synthetic. LISTs "
+        "are "
+        "numbers\nor names with commas between; every combination is a row.\n\n"
+        "  --shape NAME       llada2-mini, llada2-flash, llada-moe (block-causal stand-in), a config.json, or its "
+        "folder "
+        "[llada2-mini]\n"
+        "  --layers N         only the first N layers [all]\n"
+        "  --device D         auto, cpu or cuda [auto]\n"
+        "  --mode LIST        epoch, full, no-atlas, no-lsp, no-lane; a mode behind full is compared with it [full]\n"
+        "  --batch LIST       sequences in flight over the whole job [1,8,32,128,256,512]\n"
+        "  --batch-per-rank LIST  the same of each rank, in place of --batch\n"
+        "  --transport T      between ranks: auto, self, mpi or nccl [auto]\n"
+        "  --combine F        partial sums between GPUs: fp32 or bf16 [fp32]\n"
+        "  --prefix LIST      positions before the active block, multiples of 32 [256]\n"
+        "  --cohort LIST      sequences that share supports in lock-step; 0: all of a rank [1]\n"
+        "  --support LIST     supports of N experts, never rebuilt; 0: as the Atlas builds them [0]\n"
+        "  --schedule FILE    commits of each iteration (tests/bench/schedule.json); without: nothing commits, all "
+        "rows live\n"
+        "  --blocks N         blocks of each sequence with a schedule [3]\n"
+        "  --iterations N     forwards timed without a schedule [20]\n"
+        "  --skew X           a random router bias up to X, so that some experts are liked [0]\n"
+        "  --seed N           of all that is random [1]\n"
+        "  --out FILE.h5      all of it as a table too\n");
 }
 
 static status parse_number(double *out, const char *flag, const char *text, double low, double high)
@@ -575,18 +300,21 @@ out:
     return st;
 }
 
-static status parse_batches(ask *a, const char *text)
+static status parse_list(list *out, const char *flag, const char *text, long low, long high)
 {
     status st = OK;
-    a->batch_count = 0;
-    for (const char *at = text; *at;) {
+    out->count = 0;
+    for (const char *at = text;;) {
         char *end;
+        errno = 0;
         long n = strtol(at, &end, 10);
-        if (end == at || n < 1 || n > 1 << 16 || (*end && *end != ',') || a->batch_count == BATCHES)
-            FAIL(BAD_INPUT, "--batch is \"%s\", want at most %d numbers from 1 to 65536 with commas between", text,
-                 BATCHES);
-        a->batch[a->batch_count++] = (int32_t)n;
-        at = *end ? end + 1 : end;
+        if (end == at || errno || n < low || n > high || (*end && *end != ',') || out->count == LIST)
+            FAIL(BAD_INPUT, "--%s is \"%s\", want at most %d numbers from %ld to %ld with commas between", flag, text,
+                 LIST, low, high);
+        out->at[out->count++] = (int32_t)n;
+        if (!*end)
+            break;
+        at = end + 1;
     }
 out:
     return st;
@@ -603,71 +331,99 @@ static status choose(int *out, const char *flag, const char *text, const char *c
                        text);
 }
 
+static status parse_modes(list *out, const char *text)
+{
+    status st = OK;
+    char one[16];
+    out->count = 0;
+    for (const char *at = text; at; at = strchr(at, ',') ? strchr(at, ',') + 1 : NULL) {
+        int mode = 0;
+        snprintf(one, sizeof one, "%.*s", (int)strcspn(at, ","), at);
+        TRY(choose(&mode, "mode", one, modes, MODES));
+        if (out->count == LIST)
+            FAIL(BAD_INPUT, "--mode is \"%s\", want at most %d names", text, LIST);
+        out->at[out->count++] = mode;
+    }
+out:
+    return st;
+}
+
 static status parse(ask *a, bool *helped, int argc, char **argv)
 {
     enum {
         SHAPE = 256,
-        LAYERS,
-        DEVICE,
-        MODE,
-        BATCH,
-        PREFIX,
         SCHEDULE,
-        ITERATIONS,
-        BLOCKS,
-        COHORT,
-        SUPPORT,
-        SKEW,
-        SEED,
+        OUT,
+        DEVICE,
         TRANSPORT,
         COMBINE,
+        MODE,
+        PER_RANK,
+        BATCH,
+        PREFIX,
+        COHORT,
+        SUPPORT,
+        LAYERS,
+        ITERATIONS,
+        BLOCKS,
+        SEED,
+        SKEW,
         HELP
     };
-    static const struct option flags[] = {
-        {"shape", required_argument, NULL, SHAPE},       {"layers", required_argument, NULL, LAYERS},
-        {"device", required_argument, NULL, DEVICE},     {"mode", required_argument, NULL, MODE},
-        {"batch", required_argument, NULL, BATCH},       {"prefix", required_argument, NULL, PREFIX},
-        {"schedule", required_argument, NULL, SCHEDULE}, {"iterations", required_argument, NULL, ITERATIONS},
-        {"blocks", required_argument, NULL, BLOCKS},     {"cohort", required_argument, NULL, COHORT},
-        {"support", required_argument, NULL, SUPPORT},   {"skew", required_argument, NULL, SKEW},
-        {"seed", required_argument, NULL, SEED},         {"transport", required_argument, NULL, TRANSPORT},
-        {"combine", required_argument, NULL, COMBINE},   {"help", no_argument, NULL, HELP},
-        {NULL, 0, NULL, 0}};
-    int32_t *const whole[SEED - SHAPE + 1] = {
-        [LAYERS - SHAPE] = &a->layers, [PREFIX - SHAPE] = &a->prefix,   [ITERATIONS - SHAPE] = &a->iterations,
-        [BLOCKS - SHAPE] = &a->blocks, [COHORT - SHAPE] = &a->cohort, [SUPPORT - SHAPE] = &a->support,
-        [SEED - SHAPE] = &a->seed};
-    status st = OK;
+#define FLAG(name, value)                    \
+    {                                        \
+        name, required_argument, NULL, value \
+    }
+    static const struct option flags[] = {FLAG("shape", SHAPE),
+                                          FLAG("schedule", SCHEDULE),
+                                          FLAG("out", OUT),
+                                          FLAG("device", DEVICE),
+                                          FLAG("transport", TRANSPORT),
+                                          FLAG("combine", COMBINE),
+                                          FLAG("mode", MODE),
+                                          FLAG("batch-per-rank", PER_RANK),
+                                          FLAG("batch", BATCH),
+                                          FLAG("prefix", PREFIX),
+                                          FLAG("cohort", COHORT),
+                                          FLAG("support", SUPPORT),
+                                          FLAG("layers", LAYERS),
+                                          FLAG("iterations", ITERATIONS),
+                                          FLAG("blocks", BLOCKS),
+                                          FLAG("seed", SEED),
+                                          FLAG("skew", SKEW),
+                                          {"help", no_argument, NULL, HELP},
+                                          {NULL, 0, NULL, 0}};
+#undef FLAG
     static const char *const devices[] = {"auto", "cpu", "cuda"}, *const combines[] = {"fp32", "bf16"},
-                      *const transports[] = {"auto", "self", "mpi", "nccl"}; /* as in options.h */
-    int flag, mode = PLAN_FULL;
-    double n;
+                             *const transports[] = {"auto", "self", "mpi", "nccl"}; /* as in options.h */
     *a = (ask){.shape = "llada2-mini",
-               .batch = {1, 8, 32, 128, 256, 512},
-               .batch_count = 6,
-               .prefix = 256,
+               .batch = {{1, 8, 32, 128, 256, 512}, 6},
+               .prefix = {{256}, 1},
+               .cohort = {{1}, 1},
+               .support = {{0}, 1},
+               .mode = {{PLAN_FULL}, 1},
                .iterations = 20,
                .blocks = 3,
-               .cohort = 1,
                .seed = 1};
-    a->plan = (plan_settings){.block_size = BLOCK,
-                              .max_steps = 1 << 30,
-                              .prefill_blocks = 1,
-                              .eos_id = -1,
-                              .threshold = 0.95f,
-                              .refresh = 5,
-                              .coverage = 0.98f,
-                              .share = 0.98f,
-                              .mass = 1,
-                              .extra = -1,
-                              .budget = -1,
-                              .step = -1};
+    const char **const texts[] = {&a->shape, &a->schedule, &a->out};
+    const struct {
+        list *to;
+        long low, high;
+    } lists[] = {{&a->batch, 1, 1 << 16},
+                 {&a->prefix, 0, 1 << 20},
+                 {&a->cohort, 0, 1 << 16},
+                 {&a->support, 0, SUM_TREE_EXPERTS}};
+    int32_t *const whole[] = {&a->layers, &a->iterations, &a->blocks, &a->seed};
+    status st = OK;
+    double n;
     opterr = 0;
     optind = 1;
-    while ((flag = getopt_long(argc, argv, "", flags, NULL)) != -1) {
+    for (int flag; (flag = getopt_long(argc, argv, "", flags, NULL)) != -1;) {
         const char *name = flag >= SHAPE ? flags[flag - SHAPE].name : "";
-        if (flag == SHAPE)
-            a->shape = optarg;
+        if (flag < SHAPE)
+            FAIL(BAD_INPUT, "epoch bench: \"%s\" is not understood (epoch bench --help)", argv[optind - 1]);
+        else if (flag <= OUT)
+            *texts[flag - SHAPE] = optarg;
         else if (flag == DEVICE)
             TRY(choose(&a->device, name, optarg, devices, 3));
         else if (flag == TRANSPORT)
@@ -675,80 +431,211 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
         else if (flag == COMBINE)
             TRY(choose(&a->combine, name, optarg, combines, 2));
         else if (flag == MODE)
-            TRY(choose(&mode, name, optarg, modes, 5));
-        else if (flag == BATCH)
-            TRY(parse_batches(a, optarg));
-        else if (flag == SCHEDULE)
-            a->schedule = optarg;
-        else if (flag == HELP)
-            *helped = true;
-        else if (flag == SKEW)
+            TRY(parse_modes(&a->mode, optarg));
+        else if (flag <= SUPPORT) {
+            int at = flag == PER_RANK ? 0 : flag - BATCH;
+            TRY(parse_list(lists[at].to, name, optarg, lists[at].low, lists[at].high));
+            a->per_rank = flag == PER_RANK || (a->per_rank && flag != BATCH);
+        } else if (flag <= SEED) {
+            TRY(parse_number(&n, name, optarg, 1, 1 << 20));
+            *whole[flag - LAYERS] = (int32_t)n;
+        } else if (flag == SKEW)
             TRY(parse_number(&a->skew, name, optarg, 0, 100));
-        else if (flag >= SHAPE) {
-            TRY(parse_number(&n, name, optarg, flag == COHORT ? 0 : 1, 1 << 20));
-            *whole[flag - SHAPE] = (int32_t)n;
-        } else
-            FAIL(BAD_INPUT, "epoch bench: \"%s\" is not understood (epoch bench --help)", argv[optind - 1]);
+        else
+            *helped = true;
     }
     if (optind < argc)
         FAIL(BAD_INPUT, "epoch bench: \"%s\" is not an option (epoch bench --help)", argv[optind]);
-    if (a->prefix % BLOCK)
-        FAIL(BAD_INPUT, "--prefix is %d, want a multiple of %d", a->prefix, BLOCK);
-    a->steady = !a->schedule;
-    a->plan.mode = (plan_mode)mode;
-    if (a->support) {
-        a->plan.budget = a->support;
-        a->plan.coverage = 1e-6f; /* every row is covered: nothing is added, nothing rebuilt */
-    }
+    for (int32_t i = 0; i < a->prefix.count; i++)
+        if (a->prefix.at[i] % TRIAL_BLOCK)
+            FAIL(BAD_INPUT, "--prefix is %d, want a multiple of %d", a->prefix.at[i], TRIAL_BLOCK);
 out:
     return st;
 }
 
-static status choose_device(benchmark *x)
+#ifdef EPOCH_CUDA
+static status open_backend(trial_setup *s)
+{
+    return s->gpu ? backend_cuda_open(&s->backend, s->world->local_rank) : backend_cpu_open(&s->backend, 0);
+}
+
+static status measure_ceilings(trial_setup *s)
+{
+    return s->gpu ? backend_cuda_ceilings(s->backend, &s->most.bytes, &s->most.flops) : OK;
+}
+
+static int gpus(void)
+{
+    return backend_cuda_devices();
+}
+#else
+static status open_backend(trial_setup *s)
+{
+    return backend_cpu_open(&s->backend, 0);
+}
+
+static status measure_ceilings(trial_setup *s)
+{
+    (void)s;
+    return OK;
+}
+
+static int gpus(void)
+{
+    return 0;
+}
+#endif
+
+static status choose_device(trial_setup *s, const ask *a)
 {
     status st = OK;
-    const ask *a = x->ask;
 #ifndef EPOCH_CUDA
     if (a->device == DEVICE_CUDA)
         FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA (-DEPOCH_CUDA=ON)");
 #endif
-    if (a->device == DEVICE_AUTO && a->transport != TRANSPORT_MPI && (x->world->size == 1 || transport_joins()))
-        TRY(transport_gpus(&x->gpu, x->world, gpus()));
-    x->gpu |= a->device == DEVICE_CUDA;
-    x->way = (transport_ask){.transport = a->transport,
+    if (a->device == DEVICE_AUTO && a->transport != TRANSPORT_MPI && (s->world->size == 1 || transport_joins()))
+        TRY(transport_gpus(&s->gpu, s->world, gpus()));
+    s->gpu |= a->device == DEVICE_CUDA;
+    s->way = (transport_ask){.transport = a->transport,
                              .combine = a->combine == COMBINE_BF16 ? BF16 : F32,
-                             .cuda = x->gpu,
-                             .ranks = x->world->size,
+                             .cuda = s->gpu,
+                             .ranks = s->world->size,
                              .joins = transport_joins(),
                              .deadline = CONNECT_SECONDS};
-    TRY(transport_check(&x->way));
+    TRY(transport_check(&s->way));
+out:
+    return st;
+}
+
+/* Shape, schedule and what the two must agree on; the same on every rank. */
+static status check(trial_setup *s, model_config *c, int32_t **pace, const ask *a)
+{
+    status st = OK;
+    TRY(find_shape(c, a->shape));
+    if (a->layers > 0 && a->layers < c->layers)
+        c->layers = a->layers;
+    c->dense_layers = c->dense_layers < c->layers ? c->dense_layers : c->layers;
+    c->block_size = TRIAL_BLOCK;
+    for (int32_t i = 0; i < a->support.count; i++)
+        if (a->support.at[i] > c->experts || (a->support.at[i] > 0 && a->support.at[i] < c->top_k))
+            FAIL(BAD_INPUT, "--support is %d, want %d to %d, a token's experts to all of the shape, or 0",
+                 a->support.at[i], c->top_k, c->experts);
+    if (a->schedule) {
+        TRY(read_schedule(pace, &s->patterns, a->schedule));
+    } else {
+        s->patterns = 1;
+        *pace = calloc(PATTERN_STEPS, sizeof **pace);
+        if (!*pace)
+            FAIL(FAILED, "out of memory");
+    }
+    s->pace = *pace;
+    TRY(sum_tree_open(&s->tree, c->experts, c->groups, s->world->size));
 out:
     return st;
 }
 
 /* All but the forwards: every rank comes to the same end. */
-static status prepare(benchmark *x)
+static status open_setup(trial_setup *s, const ask *a)
 {
     status st = OK;
-    const ask *a = x->ask;
-    world *w = x->world;
-    st = sum_tree_open(&x->tree, x->config->experts, x->config->groups, w->size);
-    if (st == OK && !a->steady)
-        st = read_schedule(&x->pace, &x->patterns, a->schedule);
-    if (st == OK && a->steady) {
-        x->patterns = 1;
-        x->pace = calloc(PATTERN_STEPS, sizeof *x->pace);
-        if (!x->pace)
-            st = status_fail(FAILED, __FILE__, __LINE__, "out of memory");
+    world *w = s->world;
+    TRY(w->agree(w, choose_device(s, a)));
+    TRY(w->agree(w, open_backend(s)));
+    TRY(w->agree(w, transport_join(&s->joined, &s->way, w, s->backend)));
+    TRY(w->agree(w, measure_ceilings(s)));
+    weight_rule wr = {.matrices = s->gpu ? BF16 : F32, .tree = s->tree, .rank = w->rank};
+    TRY(w->agree(w, weights_random(&s->weights, s->config, s->backend, &wr, (uint64_t)a->seed, (float)a->skew)));
+out:
+    return st;
+}
+
+/* The ratios to mode full among the rows before. */
+static void compare(bench_row *row, int64_t at)
+{
+    bench_row *r = &row[at];
+    for (int64_t i = 0; i < at && strcmp(r->mode, "full") != 0; i++)
+        if (strcmp(row[i].mode, "full") == 0 && row[i].prefix == r->prefix && row[i].batch == r->batch &&
+            row[i].cohort == r->cohort) {
+            r->ratio = row[i].ms / r->ms;
+            r->floor_ratio = row[i].floor_ms / r->floor_ms;
+        }
+}
+
+static status run_row(bench_row *row, int64_t *rows, const trial_setup *s, const ask *a, trial_ask one, int32_t mode,
+                      int32_t cohort, int32_t support)
+{
+    status st = OK;
+    one.plan = settings(s->config, mode, cohort, support);
+    TRY(trial_run(&row[*rows], s, &one));
+    row[*rows].mode = modes[mode];
+    row[*rows].support = support;
+    compare(row, *rows);
+    if (s->world->rank == 0) {
+        if (*rows == 0)
+            print_head(s, a, row->lane);
+        print_row(&row[*rows], s->world->size);
+    }
+    ++*rows;
+out:
+    return st;
+}
+
+static int32_t sequences(const world *w, const ask *a, int at)
+{
+    return a->batch.at[at] * (a->per_rank ? w->size : 1);
+}
+
+static int32_t whole_cohort(const world *w, int32_t batch_of_job, int32_t cohort)
+{
+    int32_t most = deal_evenly(batch_of_job, w->size, 0);
+    return cohort == 0 || cohort > most ? most : cohort;
+}
+
+/* Every combination once: a cohort may be all of a rank by two names, and a forced support means nothing where none is
+ * used. */
+static status run_rows(bench_row *row, int64_t *rows, const trial_setup *s, const ask *a)
+{
+    status st = OK;
+    trial_ask one = {.iterations = a->schedule ? 0 : a->iterations, .blocks = a->blocks};
+    for (int p = 0; p < a->prefix.count; p++)
+        for (int c = 0; c < a->cohort.count; c++)
+            for (int b = 0; b < a->batch.count; b++)
+                for (int m = 0; m < a->mode.count; m++)
+                    for (int k = 0; k < a->support.count; k++) {
+                        bool used = restricts(a->mode.at[m]);
+                        bool again = !used && k > 0;
+                        for (int e = 0; e < c && !again; e++)
+                            again = whole_cohort(s->world, sequences(s->world, a, b), a->cohort.at[e]) ==
+                                    whole_cohort(s->world, sequences(s->world, a, b), a->cohort.at[c]);
+                        if (again)
+                            continue;
+                        one.prefix = a->prefix.at[p];
+                        one.batch = sequences(s->world, a, b);
+                        TRY(run_row(row, rows, s, a, one, a->mode.at[m], a->cohort.at[c], used ? a->support.at[k] : 0));
+                    }
+out:
+    return st;
+}
+
+/* Rank 0 alone has the rows. */
+static status run_and_save(const trial_setup *s, const ask *a, int argc, char **argv)
+{
+    status st = OK;
+    int64_t rows = 0,
+            most = (int64_t)a->prefix.count * a->cohort.count * a->batch.count * a->mode.count * a->support.count;
+    bench_row *row = calloc((size_t)most, sizeof *row);
+    json_t *text = NULL;
+    world *w = s->world;
+    TRY(w->agree(w, row ? OK : status_fail(FAILED, __FILE__, __LINE__, "out of memory")));
+    TRY(run_rows(row, &rows, s, a));
+    if (a->out && w->rank == 0) {
+        text = about(s, a, row->lane, argc, argv);
+        st = bench_save(a->out, text, row, rows);
     }
     TRY(w->agree(w, st));
-    TRY(w->agree(w, choose_device(x)));
-    TRY(w->agree(w, open_backend(x)));
-    TRY(w->agree(w, transport_join(&x->joined, &x->way, w, x->backend)));
-    TRY(w->agree(w, measure_ceilings(x)));
-    weight_rule wr = {.matrices = x->gpu ? BF16 : F32, .tree = x->tree, .rank = w->rank};
-    TRY(w->agree(w, weights_random(&x->weights, x->config, x->backend, &wr, (uint64_t)a->seed, (float)a->skew)));
 out:
+    json_decref(text);
+    free(row);
     return st;
 }
 
@@ -757,43 +644,27 @@ status bench(world *w, int argc, char **argv, bool *together)
     status st = OK;
     ask a;
     model_config c = {0};
-    benchmark x = {.ask = &a, .config = &c, .world = w};
+    trial_setup s = {.config = &c, .world = w, .together = together};
+    int32_t *pace = NULL;
     bool helped = false;
     *together = true;
-    st = parse(&a, &helped, argc, argv);
-    if (st == OK && !helped)
-        st = find_shape(&c, a.shape);
-    TRY(w->agree(w, st));
+    TRY(w->agree(w, parse(&a, &helped, argc, argv)));
     if (helped) {
         if (w->rank == 0)
             help();
         goto out;
     }
-    if (a.layers > 0 && a.layers < c.layers)
-        c.layers = a.layers;
-    a.plan.mask_id = c.vocab - 1;
-    TRY(prepare(&x));
-    for (int32_t i = 0; i < a.batch_count; i++) {
-        TRY(w->agree(w, open_batch(&x, a.batch[i])));
-        if (w->rank == 0 && i == 0)
-            print_head(&x);
-        *together = false;
-        TRY(time_forwards(&x));
-        TRY(look(&x));
-        TRY(report(&x));
-        *together = true;
-        close_batch(&x);
-    }
+    s.seed = (uint64_t)a.seed;
+    TRY(w->agree(w, check(&s, &c, &pace, &a)));
+    TRY(open_setup(&s, &a));
+    TRY(run_and_save(&s, &a, argc, argv));
 out:
-    if (!*together && w->at_abort)
-        w->at_abort(w->with);
-    close_batch(&x);
-    transport_leave(x.joined);
-    weights_close(x.weights);
-    if (x.backend)
-        x.backend->close(x.backend);
-    sum_tree_close(x.tree);
+    transport_leave(s.joined);
+    weights_close(s.weights);
+    if (s.backend)
+        s.backend->close(s.backend);
+    sum_tree_close(s.tree);
     model_config_close(&c);
-    free(x.pace);
+    free(pace);
     return st;
 }

@@ -139,10 +139,9 @@ sanitize_all() {
 }
 bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real decode
     local rc=0 pace="--schedule tests/bench/schedule.json"
-    $build/epoch bench --device cuda || rc=1
-    $build/epoch bench --device cuda --batch 1,128,512 $pace || rc=1
-    $build/epoch bench --device cuda --mode epoch --cohort 0 --batch 1,128,256,512 --support 64 $pace || rc=1
-    $build/epoch bench --device cuda --mode epoch --cohort 0 --batch 128,512 $pace || rc=1
+    $build/epoch bench --device cuda --prefix 256,1024 --out "$out/full.h5" || rc=1
+    $build/epoch bench --device cuda --mode full,epoch --cohort 0,8,1 --batch 1,128,256,512 --support 64,0 $pace \
+        --out "$out/epoch.h5" || rc=1
     return $rc
 }
 

@@ -1,6 +1,7 @@
 #include "src/cpu/cpu.h"
 
 #include <assert.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -289,6 +290,7 @@ static void close_cpu(backend *b)
 static const backend table = {
     .name = "cpu",
     .activation = F32,
+    .timed_every = 1,
     .reserve = reserve,
     .release = release,
     .upload = upload,
@@ -322,6 +324,24 @@ static const backend table = {
     .close = close_cpu,
 };
 
+/* As the system calls it. */
+static void name_processor(char *name, size_t room)
+{
+    char line[256];
+    FILE *f = fopen("/proc/cpuinfo", "re");
+    snprintf(name, room, "cpu");
+    while (f && fgets(line, sizeof line, f)) {
+        const char *text = strstr(line, ": ");
+        if (strncmp(line, "model name", 10) == 0 && text) {
+            snprintf(name, room, "%.*s", (int)(room - 1), text + 2);
+            name[strcspn(name, "\n")] = 0;
+            break;
+        }
+    }
+    if (f)
+        fclose(f);
+}
+
 status backend_cpu_open(backend **out, int threads)
 {
     status st = OK;
@@ -346,6 +366,7 @@ status backend_cpu_open(backend **out, int threads)
     if (!c->own)
         FAIL(FAILED, "out of memory");
     clock_gettime(CLOCK_MONOTONIC, &c->last);
+    name_processor(b->device, sizeof b->device);
     cpu_dense_open();
     *out = b;
     b = NULL;

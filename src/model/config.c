@@ -275,14 +275,19 @@ out:
 
 status model_config_open(model_config *out, const char *dir)
 {
+    char path[1024];
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    return model_config_read(out, path);
+}
+
+status model_config_read(model_config *out, const char *path)
+{
     status st = OK;
     model_config c = {0};
     json_t *doc = NULL;
     json_error_t e;
-    char path[1024];
     size_t length = 0;
     *out = (model_config){0};
-    snprintf(path, sizeof path, "%s/config.json", dir);
     TRY(read_text(&c.json, &length, path));
     doc = json_loadb(c.json, length, 0, &e);
     if (!doc)

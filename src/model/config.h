@@ -33,6 +33,8 @@ typedef struct model_config {
 
 /* Reads DIR/config.json. BAD_INPUT names file, key, found and wanted. model_config_close frees what it holds. */
 status model_config_open(model_config *out, const char *dir);
+/* The same of a file by its path. */
+status model_config_read(model_config *out, const char *path);
 void model_config_close(model_config *c);
 
 #endif

@@ -1,0 +1,131 @@
+"""epoch bench on the CPU: the text and the file say the same, count what the schedule says, and refuse what makes no sense."""
+import json
+import re
+import subprocess
+import sys
+
+import h5py
+import numpy
+
+import cli
+from cli import ROOT, epoch, holds, new, same
+
+SCHEDULE = ROOT / "tests/bench/schedule.json"
+SMALL = {"num_hidden_layers": 3, "hidden_size": 64, "vocab_size": 500, "intermediate_size": 96, "moe_intermediate_size": 32,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 2, "n_group": 4,
+         "topk_group": 2, "eos_token_id": 498, "pad_token_id": 498, "mask_token_id": 499}
+
+
+def shape(name):
+    """A config.json of a small model, like models/tiny."""
+    path = cli.scratch / f"{name}.json"
+    path.write_text(json.dumps(json.loads((ROOT / "models/tiny/config.json").read_text()) | SMALL))
+    return path
+
+
+def bench(*more, ranks=0, want=0):
+    """ranks 0: without mpirun."""
+    words = ["bench", "--device", "cpu", *more]
+    if ranks:
+        rc, stdout, stderr = epoch(*words, ranks=ranks)
+    else:
+        done = subprocess.run([sys.argv[1], *map(str, words)], capture_output=True, text=True, timeout=60, cwd=ROOT)
+        rc, stdout, stderr = done.returncode, done.stdout, done.stderr
+    same((rc, stderr if rc == 0 else ""), (want, ""))
+    return stdout if rc == 0 else stderr
+
+
+def table(stdout):
+    """The rows under the head, by column."""
+    lines = [line.split() for line in stdout.splitlines() if re.match(r"(epoch|full|no-\w+) ", line)]
+    names = ["mode", "prefix", "batch", "cohort", "support", "forwards", "ms", "floor_ms", "percent", "ms_block",
+             "tokens_per_second", "idle", "rows", "fresh", "live", "experts"]
+    return [dict(zip(names, line)) for line in lines]
+
+
+def test_text_and_file():
+    out = new("bench.h5")
+    stdout = bench("--shape", shape("a"), "--mode", "full,epoch,no-lane", "--batch", "1,3", "--cohort", "1,0", "--prefix",
+                   "0,64", "--support", "6,0", "--schedule", SCHEDULE, "--blocks", 2, "--out", out)
+    holds(stdout, "# synthetic: random weights and tokens, seed 1; no model's output", "3 layers, hidden 64, 16 experts, top 2",
+          "235 patterns; 2 blocks a sequence")
+    rows = table(stdout)
+    # full once, the others with each support; a batch of one has one cohort only
+    same([(r["mode"], r["prefix"], r["batch"], r["cohort"], r["support"]) for r in rows],
+         [(m, p, b, b if c == "0" else "1", s) for p in ("0", "64") for c in "10" for b in ("1", "3")
+          if (b, c) != ("1", "0") for m, s in (("full", "-"), ("epoch", "6"), ("epoch", "-"), ("no-lane", "6"), ("no-lane", "-"))])
+    with h5py.File(out) as f:
+        at, b = dict(f.attrs), {name: data[:] for name, data in f["bench"].items()}
+        same((bool(at["synthetic"]), bool(at["stand_in"]), at["device"], int(at["ranks"]), int(at["layers"])),
+             (True, False, "cpu", 1, 3))
+        assert at["version"] and at["device_name"] and at["schedule"].endswith("schedule.json")
+        same([m.decode() for m in b["mode"]], [r["mode"] for r in rows])
+        same(f["bench/ms"].attrs["unit"], "ms")
+    for name in ("prefix", "batch", "cohort", "forwards"):
+        same(b[name].tolist(), [int(r[name]) for r in rows])
+    for name, digits in (("ms", 3), ("ms_block", 2), ("rows", 0), ("fresh", 0), ("live", 0), ("experts", 1)):
+        numpy.testing.assert_allclose(b[name], [float(r[name]) for r in rows], atol=0.51 * 10**-digits)
+    assert numpy.isnan(b["floor_ms"]).all() and numpy.isnan(b["percent"]).all()  # no ceilings of a CPU
+    assert numpy.isnan(b["ratio"]).tolist() == [r["mode"] == "full" for r in rows]
+    phases = [name.decode() for name in b["phase_names"]]
+    timed = b["phase_ms"] > 0
+    assert timed[:, [phases.index(p) for p in ("attention", "route", "experts", "merge", "head", "decode")]].all()
+    full, epoch_ = b["mode"] == b"full", b["mode"] == b"epoch"
+    same(b["fresh"][full].tolist(), b["rows"][full].tolist())
+    assert (b["fresh"][epoch_] <= b["rows"][epoch_]).all() and (b["fresh"][epoch_] < b["rows"][epoch_]).any()
+    same(b["idle"][b["cohort"] == 1].tolist(), [0] * (b["cohort"] == 1).sum())
+    assert (b["idle"][b["cohort"] == 3] > 0).all()  # blocks of one cohort end together
+    assert (b["experts"][epoch_ & (b["support"] == 6)] <= b["experts"][full].max()).all()
+
+
+def test_counts_of_the_schedule():
+    """Two slots, one block each: what the patterns of the schedule commit, exactly."""
+    patterns = [p["commits"] for p in json.loads(SCHEDULE.read_text())["blocks"] if p["given"] == 0]
+    two = patterns[0], patterns[1]
+    row, = table(bench("--shape", shape("b"), "--batch", 2, "--prefix", 0, "--cohort", 0, "--blocks", 1, "--schedule", SCHEDULE))
+    forwards = max(map(len, two))
+    same(int(row["forwards"]), forwards)
+    live = sum(32 - sum(p[:i]) for p in two for i in range(len(p)))
+    same(row["live"], f"{live / forwards:.0f}")
+    same(row["rows"], f"{32 * sum(map(len, two)) / forwards:.0f}")
+    same(row["idle"], f"{100 * (1 - sum(map(len, two)) / 2 / forwards):.1f}")
+
+
+def test_ranks():
+    """Several ranks do the work of one; what they send each other is counted."""
+    words = ["--shape", shape("c"), "--mode", "full", "--batch", 5, "--prefix", 32, "--iterations", 2]
+    alone, three = bench(*words), bench(*words, ranks=3)
+    for name in ("rows", "fresh", "live"):
+        same(table(alone)[0][name], table(three)[0][name])
+    holds(three, "3 ranks, transport mpi, combine fp32", "lane: ", "MB, sums back")
+    assert "lane: " not in alone
+
+
+def test_refusals():
+    bad = new("bad.json")
+    bad.write_text('{"blocks": [{"given": 0, "commits": [3, 4]}]}')
+    empty = new("empty.json")
+    empty.write_text('{"blocks": [{"given": 5, "commits": [27]}]}')
+    for more, says in ((["--batch", "1,"], '--batch is "1,", want at most 16 numbers from 1 to 65536'),
+                       (["--batch", "0"], '--batch is "0"'),
+                       (["--prefix", "40"], "--prefix is 40, want a multiple of 32"),
+                       (["--mode", "full,fast"], '--mode is "fast": no such choice'),
+                       (["--cohort", "-1"], '--cohort is "-1"'),
+                       (["--skew", "much"], '--skew is "much", want a number from 0 to 100'),
+                       (["--seed", "0"], '--seed is "0"'),
+                       (["--device", "gpu"], '--device is "gpu": no such choice'),
+                       (["--what"], '"--what" is not understood'),
+                       (["more"], '"more" is not an option'),
+                       (["--shape", "llada3"], "llada3/config.json"),
+                       (["--shape", shape("d"), "--support", "1"], "--support is 1, want 2 to 16"),
+                       (["--shape", shape("e"), "--support", "17"], "--support is 17, want 2 to 16"),
+                       (["--shape", shape("f"), "--schedule", bad], "block 0 commits 7 positions, want 32"),
+                       (["--shape", shape("g"), "--schedule", empty], "no block of which nothing is given"),
+                       (["--shape", shape("h"), "--schedule", "/nowhere"], "/nowhere"),
+                       (["--shape", shape("i"), "--batch", 1, "--prefix", 0, "--iterations", 1, "--out", "/nowhere/a.h5"],
+                        "/nowhere/a.h5")):
+        holds(bench(*more, want=3 if "nowhere/a" in says else 2), says)
+
+
+if __name__ == "__main__":
+    cli.main(globals())

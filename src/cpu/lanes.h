@@ -76,7 +76,7 @@ static inline float lane_exp_sum(const float *x, int64_t n, float shift)
 /* Takes x among the two largest numbers so far. */
 static inline void lane_rank(float *top, float *second, float x)
 {
-    float less = x < *top ? x : *top;
+    float less = *top < x ? *top : x; /* a NaN is no rank */
     *second = less > *second ? less : *second;
     *top = x > *top ? x : *top;
 }

@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one go on a machine that has one: builds, runs the twin and golden tests and the demo on
 # the GPU, the small tests under compute-sanitizer, then the benchmarks. A part that fails does not stop the others. The
 # last lines are one a part; the exit status is 0 if all passed.
-#   bash tests/device.sh [PART ...]     of: build twin golden sanitizer demo kernels bench   (default: all)
+#   bash tests/device.sh [PART ...]     of: build twin golden sanitizer demo kernels bench ranks gpus   (default: all)
 # All of it ends within LIMIT seconds (default 540): a part has its own limit, and what is left of this one.
 # Logs go to $OUT (default: device-out). Libraries that the machine lacks come from .device (tests/device_pack.sh).
 set -uo pipefail
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 out=${OUT:-device-out}
 build=build-device
 mkdir -p "$out"
-parts=${*:-build twin golden sanitizer demo kernels bench}
+parts=${*:-build twin golden sanitizer demo kernels bench ranks gpus}
 end=${LIMIT:-540}
 summary=()
 bad=0
@@ -67,6 +67,7 @@ gpu_tests() { # gpu_tests FOLDER: every test_cuda*.c there, one after the other
     done
     return $rc
 }
+transports="nccl"
 modes="full epoch no-atlas no-lsp no-lane"
 demo_data="--data gsm8k:datasets/samples/gsm8k_demo.jsonl --data humaneval:datasets/samples/humaneval_demo.jsonl"
 for language in de en es fr ja zh; do demo_data+=" --data mgsm:datasets/samples/mgsm_$language.tsv"; done
@@ -144,12 +145,22 @@ bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real deco
         --out "$out/epoch.h5" || rc=1
     return $rc
 }
+gpus() { # the same shapes on one GPU and on two, by each transport; then one that fits two alone
+    local rc=0 transport
+    [ "$(nvidia-smi --list-gpus | grep -c ^GPU)" -ge 2 ] || { echo "skipped: takes two GPUs"; return 77; }
+    $build/epoch bench --device cuda --batch 1,256 || rc=1
+    for transport in $transports; do
+        mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --batch 1,256 --transport $transport || rc=1
+    done
+    mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --shape llada2-flash --batch 1,64,256 || rc=1
+    return $rc
+}
 
 echo "# $(date -u +%Y-%m-%dT%H:%MZ), $(git describe --always --dirty 2>/dev/null || echo 'no git')"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>&1
 nvcc --version 2>/dev/null | tail -n 1
-export out build modes demo_data sanitizer
-export -f pc build_all gpu_tests run_demo paired demo sanitize sanitize_all bench
+export out build modes transports demo_data sanitizer
+export -f pc build_all gpu_tests run_demo paired demo sanitize sanitize_all bench gpus
 if wanted build; then
     pc openblas openblas cblas.h
     pc zlib z zlib.h
@@ -163,6 +174,8 @@ wanted sanitizer && part sanitizer 100 sanitize_all
 wanted demo && part demo 90 demo
 wanted kernels && SHOW=150 part kernels 60 $build/bench_cuda
 wanted bench && SHOW=80 part bench 120 bench
+wanted ranks && SHOW=40 part ranks 150 bash tests/ranks/gpus.sh "$PWD/$build/epoch" $transports
+wanted gpus && SHOW=60 part gpus 150 gpus
 kill $demos 2>/dev/null
 echo
 printf '%s\n' "${summary[@]}"

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Two ranks with a GPU each against one: the same tokens, in the exact modes and the plans, by every transport; ranks
+# without a sequence; what is refused before NCCL starts; a rank that is killed. Skipped (77) on fewer than two GPUs.
+#   bash tests/ranks/gpus.sh PROGRAM [TRANSPORT ...]      (default: nccl)
+set -uo pipefail
+program=$1
+shift
+transports=${*:-nccl}
+root=$(cd "$(dirname "$0")/../.." && pwd)
+found=$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
+if [ "$found" -lt 2 ]; then
+    echo "skipped: takes two GPUs, $found found"
+    exit 77
+fi
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export OPENBLAS_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+bad=0
+verdict() { # verdict STATUS TEXT
+    [ "$1" -eq 0 ] && echo "ok     $2" || { echo "FAILED $2"; bad=$((bad + 1)); }
+}
+decode() { # decode NAME RANKS OPTION...: demo questions to NAME.h5
+    local name=$1 ranks=$2
+    shift 2
+    timeout 100 mpirun -q --bind-to none -np "$ranks" "$program" run --model "$root/models/tiny" --out "$scratch/$name.h5" \
+        --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --progress off --device cuda "$@" >"$scratch/$name.log" 2>&1
+    local rc=$?
+    [ $rc -eq 0 ] || tail -n 20 "$scratch/$name.log"
+    return $rc
+}
+same() { # same NAME OTHER: token for token
+    python3 "$root/tests/tools/same_tokens.py" "$scratch/$1.h5" "$scratch/$2.h5"
+}
+refused() { # refused TEXT RANKS OPTION...: exit 2, and the message holds TEXT
+    local text=$1 ranks=$2 said rc
+    shift 2
+    said=$(timeout 60 mpirun -q --bind-to none --oversubscribe -np "$ranks" "$program" run --model "$root/models/tiny" \
+        --out "$scratch/refused.h5" --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --device cuda "$@" 2>&1)
+    rc=$?
+    [ $rc -eq 2 ] && [[ $said == *"$text"* ]]
+    verdict $? "refused: $text"
+    [ $rc -eq 2 ] || echo "status $rc: $said"
+}
+killed() { # one rank dies: the whole job is gone within 10 s, with a status that says so
+    local rc=0 job victim left
+    mpirun -q --bind-to none -np 2 "$program" run --model "$root/models/tiny" --out "$scratch/killed.h5" --mode full \
+        --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --batch 2 --progress off --device cuda "$@" >"$scratch/killed.log" 2>&1 &
+    job=$!
+    until [ -s "$scratch"/killed.h5.d/s0000.r00001.jnl ] || [ $SECONDS -gt $((start + 100)) ]; do sleep .2; done
+    victim=$(pgrep -P $job | tail -n 1)
+    kill -9 "$victim"
+    local from=$SECONDS
+    wait $job
+    rc=$?
+    left=$(pgrep -f "$scratch/killed.h5" | wc -l)
+    [ $rc -ne 0 ] && [ $((SECONDS - from)) -le 10 ] && [ "$left" -eq 0 ]
+    verdict $? "a killed rank ends the job ($*): status $rc after $((SECONDS - from)) s, $left processes left"
+}
+
+start=$SECONDS
+for mode in full epoch; do
+    decode one-$mode 1 --mode $mode --batch 64 || verdict 1 "one GPU, $mode"
+    for transport in $transports; do
+        decode two-$mode-$transport 2 --mode $mode --batch 64 --transport $transport && same one-$mode two-$mode-$transport
+        verdict $? "$mode: two GPUs by $transport give the tokens of one"
+    done
+done
+decode one-alone 1 --mode epoch --limit 6 --batch 1 || verdict 1 "one GPU, one sequence"
+for transport in $transports; do
+    decode two-alone-$transport 2 --mode epoch --limit 6 --batch 1 --transport $transport && same one-alone two-alone-$transport
+    verdict $? "a rank without a sequence, by $transport"
+    decode two-uneven-$transport 2 --mode epoch --limit 6 --batch 5 --transport $transport && same one-alone two-uneven-$transport
+    verdict $? "3 sequences and 2, by $transport"
+    decode two-half-$transport 2 --mode full --limit 50 --batch 16 --transport $transport --combine bf16
+    verdict $? "partial sums in bf16, by $transport"
+    killed --transport $transport
+done
+decode lone-nccl 1 --mode epoch --limit 6 --batch 1 --transport nccl && same one-alone lone-nccl
+verdict $? "one rank by nccl"
+refused "would share a GPU, $found are visible" $((found + 1))
+CUDA_VISIBLE_DEVICES=0 refused "ranks 0 and 1 of host" 2
+refused "want auto or nccl" 2 --transport self
+[ $bad -eq 0 ]

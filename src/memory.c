@@ -11,6 +11,24 @@
 
 enum { BLOCK = 32 };
 
+static double least(double a, double b)
+{
+    return a < b ? a : b;
+}
+
+/* The lane's rows and partial sums at rank 0, `rows` at most from each rank (mpi/lane_mpi.c, mpi/lane_nccl.c). */
+static double lane_bytes(const model_config *c, const memory_ask *o, const sum_tree *t, double rows)
+{
+    double sum = 4.0 * c->hidden, units = t->rank_unit[1], others = o->ranks - 1, k = c->top_k;
+    double row = c->hidden * (double)dtype_bytes(o->activation) + 8 * k;
+    if (o->ranks == 1)
+        return rows * sum;
+    return rows * (o->ranks * (row + units * sum)                  /* arrived, and the experts' sums of it */
+                   + least(k, others) * row                        /* packed for others */
+                   + least(k, t->unit_count - units) * sum         /* partial sums from others */
+                   + (units > 1) * others * least(k, units) * sum); /* and to them, where they do not lie together */
+}
+
 status memory_measure(memory_plan *out, const model_config *c, const memory_ask *o)
 {
     status st = OK;
@@ -24,7 +42,6 @@ status memory_measure(memory_plan *out, const model_config *c, const memory_ask 
                        .page_count = slot_count * ((o->context + block - 1) / block),
                        .block = {.block_size = block, .prefill_blocks = o->prefill_blocks, .cohort = 1}};
     executor_sizes z = executor_measure(&r, c, o->activation);
-    double rows = (double)executor_max_rows(&r) * (o->ranks > 1 ? o->ranks : 1), units = tree->rank_unit[1];
     int64_t share = tree->rank_first[1];
     out->weights = (double)weights_bytes(c, &wr);
     out->experts = 3.0 * (double)share * c->expert_inner * c->hidden * (double)dtype_bytes(o->matrices) *
@@ -32,9 +49,10 @@ status memory_measure(memory_plan *out, const model_config *c, const memory_ask 
     out->kv = (double)z.kv;
     out->slots = (double)z.slots;
     out->activations = (double)z.iteration;
-    out->lane = rows * (c->hidden * (double)dtype_bytes(o->activation) * (o->ranks > 1) +
-                        8.0 * c->top_k * (o->ranks > 1) + 4.0 * units * c->hidden);
-    out->total = out->weights + out->kv + out->slots + out->activations + out->lane;
+    out->lane = lane_bytes(c, o, tree, (double)executor_max_rows(&r));
+    if (o->activation == BF16) /* on a GPU: what lies between the experts' products, for all ranks' rows at once */
+        out->scratch = 2.0 * (double)executor_max_rows(&r) * o->ranks * c->top_k * (c->hidden + c->expert_inner);
+    out->total = out->weights + out->kv + out->slots + out->activations + out->lane + out->scratch;
 out:
     sum_tree_close(tree);
     return st;
@@ -121,6 +139,8 @@ static void print_plan(const model_config *c, const memory_ask *o, const memory_
     printf("slots        %9.3f GB, decoded caches among them (--batch)\n", p->slots / gb);
     printf("activations  %9.3f GB (--batch, --prefill-blocks)\n", p->activations / gb);
     printf("lane         %9.3f GB, all ranks' rows at once\n", p->lane / gb);
+    if (p->scratch > 0)
+        printf("scratch      %9.3f GB, of the experts\n", p->scratch / gb);
     printf("total        %9.3f GB of %.1f: %s\n", p->total / gb, o->device_bytes / gb,
            p->total <= o->device_bytes ? "it fits" : "it does not fit");
     if (largest)

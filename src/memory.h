@@ -19,6 +19,7 @@ typedef struct memory_plan { /* bytes of the rank that holds most */
     double weights, experts; /* experts: the routed ones among the weights */
     double kv, slots, activations;
     double lane;           /* rows of all ranks arriving at once, and their partial sums back */
+    double scratch;        /* of the experts, on a GPU */
     double total;
 } memory_plan;
 

@@ -346,9 +346,9 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
                 pack_of<bf16, V> v[SUM_AT_ONCE];
 #pragma unroll
                 for (int i = 0; i < SUM_AT_ONCE; i++) {
-                    uint32_t from = (uint32_t)__shfl_sync(EVERY_LANE, place, (j + i) % WARP) * (uint32_t)hidden;
+                    uint32_t from = (uint32_t)__shfl_sync(EVERY_LANE, place, (j + i) % WARP) * (uint32_t)(hidden / V);
                     if (inside && (present >> (j + i) & 1))
-                        v[i] = *(const pack_of<bf16, V> *)(term + from + col);
+                        v[i] = ((const pack_of<bf16, V> *)term)[from + (uint32_t)(col / V)];
                 }
 #pragma unroll
                 for (int i = 0; i < SUM_AT_ONCE; i++) {
@@ -460,7 +460,7 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
            ids->cols <= WARP);
     assert(e->gate_up.type == BF16 && e->down.type == BF16 && e->count <= SUM_TREE_EXPERTS);
     assert(e->gate_up.cols == hidden && e->down.cols == inner && y->cols == hidden);
-    assert(edges * hidden <= UINT32_MAX && x->rows * x->ld <= 8 * (int64_t)UINT32_MAX);
+    assert(edges * hidden <= (hidden % 8 ? 1 : 8) * (int64_t)UINT32_MAX && x->rows * x->ld <= 8 * (int64_t)UINT32_MAX);
     bool hopper = cuda_is_hopper(c);
     bool boxes = hopper && hidden % 64 == 0 && inner % 64 == 0 && x->ld % 8 == 0 && (uintptr_t)x->data % 16 == 0 &&
                  e->gate_up.ld % 8 == 0 && e->down.ld % 8 == 0;

@@ -53,7 +53,8 @@ build_all() { # what the parts below run
     local tests
     tests=$(basename -s .c tests/twin/test_cuda*.c tests/golden/test_cuda*.c)
     cmake -S . -B $build -G Ninja -DEPOCH_CUDA=ON ${PKG_CONFIG:+-DPKG_CONFIG_EXECUTABLE="$PKG_CONFIG"} &&
-        cmake --build $build -j "$(nproc)" --target epoch bench_cuda $tests
+        cmake --build $build -j "$(nproc)" --target epoch bench_cuda $tests &&
+        { ! grep -q EPOCH_NCCL:BOOL=ON $build/CMakeCache.txt || cmake --build $build --target nccl_stand_in; }
 }
 gpu_tests() { # gpu_tests FOLDER: every test_cuda*.c there, one after the other
     local rc=77 one test

@@ -1,17 +1,25 @@
 #!/usr/bin/env bash
-# Two ranks with a GPU each against one: the same tokens, in the exact modes and the plans, by every transport; ranks
-# without a sequence; what is refused before NCCL starts; a rank that is killed. Skipped (77) on fewer than two GPUs.
+# Several ranks with a GPU each against one: the same tokens, in the exact modes and the plans, by every transport; ranks
+# without a sequence; what is refused before NCCL starts; a rank that is killed. Skipped (77) without a GPU.
 #   bash tests/ranks/gpus.sh PROGRAM [TRANSPORT ...]      (default: nccl)
+# Where there is one GPU the ranks share it, and STAND_IN (libnccl_stand_in.so beside PROGRAM) takes NCCL's place; other
+# transports than nccl are left out then.
 set -uo pipefail
 program=$1
 shift
 transports=${*:-nccl}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 found=$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
-if [ "$found" -lt 2 ]; then
-    echo "skipped: takes two GPUs, $found found"
+stand_in=
+if [ "$found" -eq 0 ]; then
+    echo "skipped: no GPU"
     exit 77
+elif [ "$found" -eq 1 ]; then
+    stand_in=$(dirname "$program")/libnccl_stand_in.so
+    transports=nccl
+    echo "one GPU: $stand_in in place of NCCL"
 fi
+many=$([ "$found" -ge 4 ] || [ "$stand_in" ] && echo 4 || echo 2)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 export OPENBLAS_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
@@ -19,10 +27,15 @@ bad=0
 verdict() { # verdict STATUS TEXT
     [ "$1" -eq 0 ] && echo "ok     $2" || { echo "FAILED $2"; bad=$((bad + 1)); }
 }
+ranks() { # ranks N ARGUMENT...: the program on N ranks
+    local n=$1
+    shift
+    mpirun -q --bind-to none --oversubscribe ${stand_in:+-x LD_PRELOAD="$stand_in"} -np "$n" "$program" "$@"
+}
 decode() { # decode NAME RANKS OPTION...: demo questions to NAME.h5
     local name=$1 ranks=$2
     shift 2
-    timeout 100 mpirun -q --bind-to none -np "$ranks" "$program" run --model "$root/models/tiny" --out "$scratch/$name.h5" \
+    ranks "$ranks" run --model "$root/models/tiny" --out "$scratch/$name.h5" --timeout 60 \
         --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --progress off --device cuda "$@" >"$scratch/$name.log" 2>&1
     local rc=$?
     [ $rc -eq 0 ] || tail -n 20 "$scratch/$name.log"
@@ -34,8 +47,8 @@ same() { # same NAME OTHER: token for token
 refused() { # refused TEXT RANKS OPTION...: exit 2, and the message holds TEXT
     local text=$1 ranks=$2 said rc
     shift 2
-    said=$(timeout 60 mpirun -q --bind-to none --oversubscribe -np "$ranks" "$program" run --model "$root/models/tiny" \
-        --out "$scratch/refused.h5" --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --device cuda "$@" 2>&1)
+    said=$(stand_in= ranks "$ranks" run --model "$root/models/tiny" --out "$scratch/refused.h5" --timeout 60 \
+        --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --device cuda "$@" 2>&1)
     rc=$?
     [ $rc -eq 2 ] && [[ $said == *"$text"* ]]
     verdict $? "refused: $text"
@@ -43,13 +56,16 @@ refused() { # refused TEXT RANKS OPTION...: exit 2, and the message holds TEXT
 }
 killed() { # one rank dies: the whole job is gone within 10 s, with a status that says so
     local rc=0 job victim left
-    mpirun -q --bind-to none -np 2 "$program" run --model "$root/models/tiny" --out "$scratch/killed.h5" --mode full \
+    rm -rf "$scratch"/killed.h5*
+    mpirun -q --bind-to none --oversubscribe ${stand_in:+-x LD_PRELOAD="$stand_in"} -np 2 "$program" run --mode full \
+        --model "$root/models/tiny" --out "$scratch/killed.h5" \
         --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --batch 2 --progress off --device cuda "$@" >"$scratch/killed.log" 2>&1 &
     job=$!
-    until [ -s "$scratch"/killed.h5.d/s0000.r00001.jnl ] || [ $SECONDS -gt $((start + 100)) ]; do sleep .2; done
+    local from=$SECONDS
+    until [ -s "$scratch"/killed.h5.d/s0000.r00001.jnl ] || [ $((SECONDS - from)) -gt 40 ]; do sleep .2; done
     victim=$(pgrep -P $job | tail -n 1)
     kill -9 "$victim"
-    local from=$SECONDS
+    from=$SECONDS
     wait $job
     rc=$?
     left=$(pgrep -f "$scratch/killed.h5" | wc -l)
@@ -57,14 +73,17 @@ killed() { # one rank dies: the whole job is gone within 10 s, with a status tha
     verdict $? "a killed rank ends the job ($*): status $rc after $((SECONDS - from)) s, $left processes left"
 }
 
-start=$SECONDS
 for mode in full epoch; do
     decode one-$mode 1 --mode $mode --batch 64 || verdict 1 "one GPU, $mode"
     for transport in $transports; do
         decode two-$mode-$transport 2 --mode $mode --batch 64 --transport $transport && same one-$mode two-$mode-$transport
-        verdict $? "$mode: two GPUs by $transport give the tokens of one"
+        verdict $? "$mode: two ranks by $transport give the tokens of one"
     done
 done
+if [ "$many" -gt 2 ]; then
+    decode many "$many" --mode epoch --batch 64 && same one-epoch many
+    verdict $? "epoch: $many ranks give the tokens of one"
+fi
 decode one-alone 1 --mode epoch --limit 6 --batch 1 || verdict 1 "one GPU, one sequence"
 for transport in $transports; do
     decode two-alone-$transport 2 --mode epoch --limit 6 --batch 1 --transport $transport && same one-alone two-alone-$transport
@@ -75,9 +94,9 @@ for transport in $transports; do
     verdict $? "partial sums in bf16, by $transport"
     killed --transport $transport
 done
-decode lone-nccl 1 --mode epoch --limit 6 --batch 1 --transport nccl && same one-alone lone-nccl
+stand_in= decode lone-nccl 1 --mode epoch --limit 6 --batch 1 --transport nccl && same one-alone lone-nccl
 verdict $? "one rank by nccl"
-refused "would share a GPU, $found are visible" $((found + 1))
+[ "$found" -gt 1 ] && refused "would share a GPU, $found are visible" $((found + 1))
 CUDA_VISIBLE_DEVICES=0 refused "ranks 0 and 1 of host" 2
 refused "want auto or nccl" 2 --transport self
 [ $bad -eq 0 ]

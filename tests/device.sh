@@ -149,11 +149,11 @@ bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real deco
 gpus() { # the same shapes on one GPU and on two, by each transport; then one that fits two alone
     local rc=0 transport
     [ "$(nvidia-smi --list-gpus | grep -c ^GPU)" -ge 2 ] || { echo "skipped: takes two GPUs"; return 77; }
-    $build/epoch bench --device cuda --batch 1,256 || rc=1
+    $build/epoch bench --device cuda --batch-per-rank 1,256 || rc=1
     for transport in $transports; do
-        mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --batch 1,256 --transport $transport || rc=1
+        mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --batch-per-rank 1,256 --transport $transport || rc=1
     done
-    mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --shape llada2-flash --batch 1,64,256 || rc=1
+    mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --shape llada2-flash --batch-per-rank 1,64,256 || rc=1
     return $rc
 }
 

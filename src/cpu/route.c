@@ -11,12 +11,13 @@ typedef struct universe {
     float score[SUM_TREE_EXPERTS], choice[SUM_TREE_EXPERTS];
 } universe;
 
-/* support NULL: every expert is eligible. */
+/* support NULL: every expert is eligible, but for those whose score is no number. */
 static void universe_open(universe *u, const float *z, const float *bias, const int32_t *support, int experts)
 {
     for (int e = 0; e < experts; e++) {
         u->score[e] = lane_sigmoid(z[e]);
-        u->choice[e] = u->score[e] + bias[e];
+        float choice = u->score[e] + bias[e];
+        u->choice[e] = choice > -INFINITY ? choice : -INFINITY;
     }
     for (int e = 0; support && e < experts; e++)
         u->choice[e] = (uint32_t)support[e / 32] >> (e % 32) & 1 ? u->choice[e] : -INFINITY;

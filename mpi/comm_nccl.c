@@ -146,19 +146,19 @@ out:
     free(place);
 }
 
-/* Polls what began on n->start until it is over or `until` has come. */
-static status begun(nccl_comm *n, ncclResult_t r, const char *what, double until)
+/* Polls what began on n->start until it is over, *made there, or `until` has come. A split calls itself a success before
+ * it is done. */
+static status begun(nccl_comm *n, ncclResult_t r, ncclComm_t *made, const char *what, double until)
 {
     status st = OK;
-    while (r == ncclInProgress) {
+    while (r == ncclInProgress || (r == ncclSuccess && !*(ncclComm_t volatile *)made)) {
         if (now() > until)
             FAIL(FAILED, "%s is not over after %g s (--connect-timeout): a rank, or the network between hosts, does "
                  "not answer; NCCL_DEBUG=INFO says more", what, n->deadline);
         ncclResult_t asked = ncclCommGetAsyncError(n->start, &r);
         if (asked != ncclSuccess)
             r = asked;
-        if (r == ncclInProgress)
-            pause_briefly();
+        pause_briefly();
     }
     if (r != ncclSuccess)
         st = failed(n->start, r, what, __FILE__, __LINE__);
@@ -194,8 +194,9 @@ status nccl_open(nccl_comm **out, world *w, backend *b, double deadline)
     ncclConfig_t patient = NCCL_CONFIG_INITIALIZER, plain = NCCL_CONFIG_INITIALIZER;
     patient.blocking = 0;
     plain.blocking = 1;
-    TRY(begun(n, ncclCommInitRankConfig(&n->start, w->size, v.id, w->rank, &patient), "the start of NCCL", until));
-    TRY(begun(n, ncclCommSplit(n->start, 0, w->rank, &n->comm, &plain), "the second start of NCCL", until));
+    TRY(begun(n, ncclCommInitRankConfig(&n->start, w->size, v.id, w->rank, &patient), &n->start, "the start of NCCL",
+              until));
+    TRY(begun(n, ncclCommSplit(n->start, 0, w->rank, &n->comm, &plain), &n->comm, "the second start of NCCL", until));
     w->at_abort = nccl_abort;
     w->with = n;
     *out = n;

@@ -551,6 +551,7 @@ static status open_device(backend *b, int local_rank)
     status st = OK;
     cuda *c = cuda_of(b);
     int count = 0;
+    size_t left, whole;
     struct cudaDeviceProp prop;
     cudaError_t e = cudaGetDeviceCount(&count);
     if (e != cudaSuccess || count == 0)
@@ -585,6 +586,8 @@ static status open_device(backend *b, int local_rank)
     c->marks = calloc(1, sizeof *c->marks);
     if (!c->marks)
         FAIL(FAILED, "out of memory");
+    CUDA_TRY(cudaMemGetInfo(&left, &whole));
+    b->free_bytes = (double)left;
     CUDA_TRY(cudaStreamSynchronize(c->stream));
 out:
     return st;

@@ -162,6 +162,7 @@ typedef struct backend {
     void *stream, *self;  /* stream: cudaStream_t; NULL on the CPU */
     dtype activation;     /* F32 or BF16 */
     char device[64];      /* the machine's name of what computes */
+    double free_bytes;    /* of the device's memory, behind the opening; 0: not known */
     int32_t timed_every;  /* where calls are recorded: one replay in so many is timed by phase, and stands for the others */
     bool runs_ahead;      /* calls return before their work is done: what a forward did is best read one forward late */
     int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; 0: this backend does not count */

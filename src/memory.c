@@ -10,23 +10,68 @@
 #include <string.h>
 
 enum { BLOCK = 32 };
+static const double GPU_FIXED = 0.7e9; /* bytes: context and kernels, cuBLASLt, staging; measured */
 
-static double least(double a, double b)
+static double at_most(double n, double most)
 {
-    return a < b ? a : b;
+    return n < most ? n : most;
 }
 
-/* The lane's rows and partial sums at rank 0, `rows` at most from each rank (mpi/lane_mpi.c, mpi/lane_nccl.c). */
-static double lane_bytes(const model_config *c, const memory_ask *o, const sum_tree *t, double rows)
+/* The layouts of mpi/lane_*.c, without what is a few KB. */
+static double lane_bytes(const model_config *c, const sum_tree *t, double rows, dtype activation)
 {
-    double sum = 4.0 * c->hidden, units = t->rank_unit[1], others = o->ranks - 1, k = c->top_k;
-    double row = c->hidden * (double)dtype_bytes(o->activation) + 8 * k;
-    if (o->ranks == 1)
-        return rows * sum;
-    return rows * (o->ranks * (row + units * sum)                  /* arrived, and the experts' sums of it */
-                   + least(k, others) * row                        /* packed for others */
-                   + least(k, t->unit_count - units) * sum         /* partial sums from others */
-                   + (units > 1) * others * least(k, units) * sum); /* and to them, where they do not lie together */
+    double h = 4.0 * c->hidden, units = t->rank_unit[1], others = t->ranks - 1, there = t->unit_count - units;
+    double row = (double)dtype_bytes(activation) * c->hidden + 8.0 * c->top_k;
+    double y = t->ranks * rows * units * h;
+    if (t->ranks == 1)
+        return y;
+    double packed = rows * at_most(c->top_k, others) * row, arrived = t->ranks * rows * row,
+           partials = rows * at_most(c->top_k, there) * h,
+           back = units > 1 ? others * rows * at_most(units, c->top_k) * h : 0;
+    return packed + arrived + y + partials + back;
+}
+
+/* What the launchers in cuda/ take besides, for the worst case of rows: the routed experts' products for every edge
+ * that may arrive, or what the head finds in each tile of ids. */
+static double scratch_bytes(const model_config *c, const executor_rule *r, double rows, int ranks)
+{
+    double edges = rows * ranks * c->top_k, live = (double)r->slot_count * r->block.block_size;
+    double experts = edges * (2.0 * (c->expert_inner + c->hidden) + 8), head = live * ((c->vocab + 255) / 256) * 16;
+    return experts > head ? experts : head;
+}
+
+void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, const sum_tree *tree, dtype matrices,
+               dtype activation)
+{
+    weight_rule wr = {.matrices = matrices, .tree = tree, .rank = 0};
+    executor_sizes z = executor_measure(r, c, activation);
+    double rows = (double)executor_max_rows(r);
+    *out = (memory_plan){.weights = (double)weights_bytes(c, &wr),
+                         .experts = 3.0 * tree->rank_first[1] * c->expert_inner * c->hidden *
+                                    (double)dtype_bytes(matrices) * (c->layers - c->dense_layers),
+                         .kv = (double)z.kv,
+                         .slots = (double)z.slots,
+                         .activations = (double)z.iteration,
+                         .lane = lane_bytes(c, tree, rows, activation),
+                         .scratch = activation == BF16 ? scratch_bytes(c, r, rows, tree->ranks) : 0,
+                         .fixed = activation == BF16 ? GPU_FIXED : 0};
+    out->total = out->weights + out->kv + out->slots + out->activations + out->lane + out->scratch + out->fixed;
+}
+
+status memory_fits(const memory_plan *p, double bytes)
+{
+    status st = OK;
+    const double gb = 1e9;
+    if (p->total > bytes)
+        FAIL(
+            BAD_INPUT,
+            "this job takes %.2f GB of each device, %.2f are there: weights %.2f (more ranks share them), KV pool %.2f "
+            "(--kv-tokens), slots %.2f (--batch), activations %.2f, lane %.2f and scratch %.2f (--batch, "
+            "--prefill-blocks)",
+            p->total / gb, bytes / gb, p->weights / gb, p->kv / gb, p->slots / gb, p->activations / gb, p->lane / gb,
+            p->scratch / gb);
+out:
+    return st;
 }
 
 status memory_measure(memory_plan *out, const model_config *c, const memory_ask *o)
@@ -35,27 +80,23 @@ status memory_measure(memory_plan *out, const model_config *c, const memory_ask 
     sum_tree *tree = NULL;
     *out = (memory_plan){0};
     TRY(sum_tree_open(&tree, c->experts, c->groups, o->ranks));
-    weight_rule wr = {.matrices = o->matrices, .tree = tree, .rank = 0}; /* rank 0 has the most experts and sequences */
     int32_t block = c->block_size ? c->block_size : BLOCK, slot_count = deal_evenly(o->batch, o->ranks, 0);
     executor_rule r = {.slot_count = slot_count,
                        .max_tokens = c->max_positions,
                        .page_count = slot_count * ((o->context + block - 1) / block),
                        .block = {.block_size = block, .prefill_blocks = o->prefill_blocks, .cohort = 1}};
-    executor_sizes z = executor_measure(&r, c, o->activation);
-    int64_t share = tree->rank_first[1];
-    out->weights = (double)weights_bytes(c, &wr);
-    out->experts = 3.0 * (double)share * c->expert_inner * c->hidden * (double)dtype_bytes(o->matrices) *
-                   (c->layers - c->dense_layers);
-    out->kv = (double)z.kv;
-    out->slots = (double)z.slots;
-    out->activations = (double)z.iteration;
-    out->lane = lane_bytes(c, o, tree, (double)executor_max_rows(&r));
-    if (o->activation == BF16) /* on a GPU: what lies between the experts' products, for all ranks' rows at once */
-        out->scratch = 2.0 * (double)executor_max_rows(&r) * o->ranks * c->top_k * (c->hidden + c->expert_inner);
-    out->total = out->weights + out->kv + out->slots + out->activations + out->lane + out->scratch;
+    memory_of(out, c, &r, tree, o->matrices, o->activation);
 out:
     sum_tree_close(tree);
     return st;
+}
+
+/* The CUDA experts number what they compute in 32 bits: the elements of every edge that may arrive at once. */
+static bool edges_fit(const model_config *c, int32_t sequences, const memory_ask *o)
+{
+    double rows = (2.0 * sequences + o->prefill_blocks) * (c->block_size ? c->block_size : BLOCK);
+    return o->activation != BF16 ||
+           rows * o->ranks * c->top_k * c->hidden <= (c->hidden % 8 ? 1.0 : 8.0) * (double)UINT32_MAX;
 }
 
 status memory_largest_batch(int32_t *out, const model_config *c, const memory_ask *o)
@@ -68,7 +109,7 @@ status memory_largest_batch(int32_t *out, const model_config *c, const memory_as
         int32_t middle = low + (high - low) / 2;
         one.batch = middle * o->ranks;
         TRY(memory_measure(&p, c, &one));
-        *(p.total <= o->device_bytes ? &low : &high) = middle;
+        *(p.total <= o->device_bytes && edges_fit(c, middle, o) ? &low : &high) = middle;
     }
     *out = low * o->ranks;
 out:
@@ -84,8 +125,7 @@ static double parameters(const model_config *c, int32_t experts)
     return c->layers * attention + c->dense_layers * dense + sparse * moe + h * c->vocab * (c->tied_head ? 1 : 2);
 }
 
-/* "80G", "141e9", "512M": bytes. */
-static status parse_bytes(double *out, const char *text)
+status memory_bytes(double *out, const char *flag, const char *text)
 {
     status st = OK;
     char *end;
@@ -93,7 +133,7 @@ static status parse_bytes(double *out, const char *text)
     if (end != text && (*end == 'G' || *end == 'M') && !end[1])
         *out *= *end++ == 'G' ? 1e9 : 1e6;
     if (end == text || *end || !(*out > 0))
-        FAIL(BAD_INPUT, "--gpu-memory is \"%s\", want a size such as 80G", text);
+        FAIL(BAD_INPUT, "--%s is \"%s\", want a size such as 80G", flag, text);
 out:
     return st;
 }
@@ -138,9 +178,10 @@ static void print_plan(const model_config *c, const memory_ask *o, const memory_
     printf("KV pool      %9.3f GB (--context or run --kv-tokens)\n", p->kv / gb);
     printf("slots        %9.3f GB, decoded caches among them (--batch)\n", p->slots / gb);
     printf("activations  %9.3f GB (--batch, --prefill-blocks)\n", p->activations / gb);
-    printf("lane         %9.3f GB, all ranks' rows at once\n", p->lane / gb);
+    printf("lane         %9.3f GB, all ranks' rows at once (--batch, --prefill-blocks)\n", p->lane / gb);
     if (p->scratch > 0)
-        printf("scratch      %9.3f GB, of the experts\n", p->scratch / gb);
+        printf("scratch      %9.3f GB of the largest op; %.1f that CUDA itself holds\n", p->scratch / gb,
+               p->fixed / gb);
     printf("total        %9.3f GB of %.1f: %s\n", p->total / gb, o->device_bytes / gb,
            p->total <= o->device_bytes ? "it fits" : "it does not fit");
     if (largest)
@@ -152,15 +193,23 @@ static void print_plan(const model_config *c, const memory_ask *o, const memory_
 status model_command(int argc, char **argv)
 {
     enum { RANKS = 256, BATCH, CONTEXT, PREFILL, MEMORY, CPU, HELP };
-    static const struct option flags[] = {
-        {"ranks", required_argument, NULL, RANKS},      {"batch", required_argument, NULL, BATCH},
-        {"context", required_argument, NULL, CONTEXT},  {"prefill-blocks", required_argument, NULL, PREFILL},
-        {"gpu-memory", required_argument, NULL, MEMORY}, {"cpu", no_argument, NULL, CPU},
-        {"help", no_argument, NULL, HELP},              {NULL, 0, NULL, 0}};
+    static const struct option flags[] = {{"ranks", required_argument, NULL, RANKS},
+                                          {"batch", required_argument, NULL, BATCH},
+                                          {"context", required_argument, NULL, CONTEXT},
+                                          {"prefill-blocks", required_argument, NULL, PREFILL},
+                                          {"gpu-memory", required_argument, NULL, MEMORY},
+                                          {"cpu", no_argument, NULL, CPU},
+                                          {"help", no_argument, NULL, HELP},
+                                          {NULL, 0, NULL, 0}};
     status st = OK;
     model_config c = {0};
-    memory_ask o = {.ranks = 1, .batch = 16, .context = 2048, .prefill_blocks = 8, .matrices = BF16, .activation = BF16,
-                      .device_bytes = 80e9};
+    memory_ask o = {.ranks = 1,
+                    .batch = 16,
+                    .context = 2048,
+                    .prefill_blocks = 8,
+                    .matrices = BF16,
+                    .activation = BF16,
+                    .device_bytes = 80e9};
     memory_plan p;
     int32_t largest;
     opterr = 0;
@@ -177,7 +226,7 @@ status model_command(int argc, char **argv)
         } else if (flag == PREFILL) {
             TRY(parse_count(&o.prefill_blocks, "prefill-blocks", optarg));
         } else if (flag == MEMORY) {
-            TRY(parse_bytes(&o.device_bytes, optarg));
+            TRY(memory_bytes(&o.device_bytes, "gpu-memory", optarg));
         } else if (flag == CPU) {
             o.matrices = o.activation = F32;
         } else {

@@ -3,6 +3,7 @@
 #ifndef EPOCH_MEMORY_H
 #define EPOCH_MEMORY_H
 
+#include "src/base/sum_tree.h"
 #include "src/exec/executor.h"
 #include "src/model/config.h"
 
@@ -19,9 +20,19 @@ typedef struct memory_plan { /* bytes of the rank that holds most */
     double weights, experts; /* experts: the routed ones among the weights */
     double kv, slots, activations;
     double lane;           /* rows of all ranks arriving at once, and their partial sums back */
-    double scratch;        /* of the experts, on a GPU */
+    double scratch;        /* a GPU's: of the op that wants most */
+    double fixed;          /* a GPU's: context, kernels, libraries */
     double total;
 } memory_plan;
+
+/* What rank 0 of tree->ranks, which has most, takes for these settings. activation BF16: on a GPU. */
+void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, const sum_tree *tree, dtype matrices,
+               dtype activation);
+/* Does it fit into so many bytes? BAD_INPUT with the items and the flags that make them smaller. */
+status memory_fits(const memory_plan *p, double bytes);
+
+/* "80G", "141e9", "512M": bytes. BAD_INPUT names the flag. */
+status memory_bytes(double *out, const char *flag, const char *text);
 
 /* The plan for one job. BAD_INPUT: more ranks than experts. */
 status memory_measure(memory_plan *out, const model_config *c, const memory_ask *o);

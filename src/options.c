@@ -76,6 +76,8 @@ static const flag table[] = {
     {"kv-tokens", LONG, AT(kv_tokens), "0", NULL, 0, 1e12, "positions",
      "KV pool of each rank; 0: 1024 a sequence, at least one longest"},
     {"resume", CHOICE, AT(resume), "no", "no|yes|changed", 0, 0, "", "go on with --out: done rows are kept"},
+    {"gpu-memory", TEXT, AT(gpu_memory), NULL, NULL, 0, 0, "SIZE",
+     "refuse a job that takes more of a device, for example 80G; without: more than is free on the GPU"},
     {"strict", SWITCH, AT(strict), NULL, NULL, 0, 0, "", "read all data first; a bad row refuses the run"},
     {"trace", SWITCH, AT(trace), NULL, NULL, 0, 0, "", "record every iteration in /iterations"},
     {"audit", SWITCH, AT(audit), NULL, NULL, 0, 0, "",

@@ -31,7 +31,7 @@ typedef struct options {
     int32_t resume;
     bool strict, trace, audit, observe, dry_run;
     double commit_every, publish_every, time_budget, lock_wait, timeout, connect_timeout;
-    const char *stop_file;
+    const char *stop_file, *gpu_memory;
 } options;
 
 enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA };

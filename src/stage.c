@@ -1,6 +1,7 @@
 #include "src/stage.h"
 
 #include "src/exec/audit.h"
+#include "src/memory.h"
 #include "src/model/safetensors.h"
 
 #include <stdlib.h>
@@ -131,12 +132,27 @@ out:
     return st;
 }
 
+/* Is there room for the rank that has most? opened: what is fixed was taken already. */
+static status check_memory(const stage *s, double bytes, bool opened)
+{
+    memory_plan p;
+    executor_rule most = s->rule;
+    dtype activation = s->cuda ? BF16 : F32;
+    most.slot_count = s->most_slots;
+    memory_of(&p, &s->config, &most, s->tree, s->weight_rule.matrices, activation);
+    double shadow = s->options->audit ? (double)audit_bytes(&most, &s->config, activation) : 0;
+    p.activations += shadow;
+    p.total += shadow;
+    return memory_fits(&p, opened ? bytes + p.fixed : bytes);
+}
+
 status stage_check(stage *s, const options *o, world *w)
 {
     status st = OK;
     *s = (stage){.options = o, .world = w};
     safetensors *files = NULL;
     dtype stored;
+    double bytes;
     TRY(check_device(s));
     if (o->placement == PLACEMENT_TP)
         FAIL(BAD_INPUT, "--placement tp is not supported; want dp");
@@ -153,6 +169,10 @@ status stage_check(stage *s, const options *o, world *w)
     if (!s->cuda && (o->weights == WEIGHTS_STORED || (o->weights == WEIGHTS_AUTO && !fits)))
         s->weight_rule.matrices = stored;
     TRY(weights_check(&s->config, o->model, &s->weight_rule));
+    if (o->gpu_memory) {
+        TRY(memory_bytes(&bytes, "gpu-memory", o->gpu_memory));
+        TRY(check_memory(s, bytes, false));
+    }
 out:
     safetensors_close(files);
     return st;
@@ -183,8 +203,13 @@ status stage_join(stage *s)
 
 status stage_load(stage *s)
 {
+    status st = OK;
+    if (s->backend->free_bytes > 0)
+        TRY(check_memory(s, s->backend->free_bytes, true));
     s->weight_rule.heart = s->heart;
-    return weights_open(&s->weights, &s->config, s->options->model, s->backend, &s->weight_rule);
+    TRY(weights_open(&s->weights, &s->config, s->options->model, s->backend, &s->weight_rule));
+out:
+    return st;
 }
 
 status stage_connect(stage *s)

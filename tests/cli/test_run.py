@@ -107,6 +107,8 @@ def test_flags():
     refused("--limit wants a value", "rows", more=["--limit"])
     refused("--trace takes no value", more=["--trace=1"])
     refused("--kv-tokens is 10", "want at least 2048", more=["--kv-tokens", 10])
+    refused("--gpu-memory is \"much\"", "such as 80G", more=["--gpu-memory", "much"])
+    refused("this job takes", "0.02 are there", "(--kv-tokens)", "(--batch)", more=["--gpu-memory", "20M"])
     refused("9999999", "1536", "set --mask-id", more=["--mask-id", 9999999])
     refused("--transport self", "there are 2", "want auto or mpi", more=["--transport", "self"])
     refused("--transport nccl", "between GPUs", "want --device cuda", more=["--transport", "nccl"])

@@ -480,6 +480,7 @@ static void close_cuda(backend *b)
 static const backend table = {
     .name = "cuda",
     .activation = BF16,
+    .expert_tiles = -1,
     .timed_every = TIMED_EVERY,
     .runs_ahead = true,
     .reserve = reserve,
@@ -523,6 +524,17 @@ int backend_cuda_devices(void)
         return 0;
     }
     return n;
+}
+
+status backend_cuda_taken(backend *b, double *bytes)
+{
+    status st = OK;
+    size_t left, whole;
+    CUDA_TRY(cudaStreamSynchronize(cuda_of(b)->stream));
+    CUDA_TRY(cudaMemGetInfo(&left, &whole));
+    *bytes = (double)(whole - left);
+out:
+    return st;
 }
 
 /* Why is there no device? */

@@ -28,6 +28,7 @@ typedef struct bench_row {
     double dispatched, combined;                     /* bytes to other ranks: rows, and sums back */
     double tokens_per_second;                        /* committed, over the time that idle slots take too */
     double idle;               /* share of slots that a forward left out: they wait for their cohort */
+    double taken, planned; /* bytes of rank 0's device: as its driver says, and as the memory plan has it */
     double ratio, floor_ratio; /* of mode full, timed before at the same prefix, batch and cohort, to this */
 } bench_row;
 

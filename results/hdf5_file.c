@@ -214,6 +214,8 @@ static const column bench_columns[] = {
     {"combined", COLUMN_F64, 1, AT(combined), "bytes"},
     {"tokens_per_second", COLUMN_F64, 1, AT(tokens_per_second), "tokens/s"},
     {"idle", COLUMN_F64, 1, AT(idle), NULL},
+    {"taken", COLUMN_F64, 1, AT(taken), "bytes"},
+    {"planned", COLUMN_F64, 1, AT(planned), "bytes"},
     {"ratio", COLUMN_F64, 1, AT(ratio), NULL},
     {"floor_ratio", COLUMN_F64, 1, AT(floor_ratio), NULL},
 };

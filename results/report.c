@@ -61,7 +61,7 @@ static void sum_ranks(report_figures *s, const results_file *f)
         s->rows_dispatched += p->rows_dispatched;
         s->bytes_dispatched += p->bytes_dispatched;
         s->bytes_combined += p->bytes_combined;
-        s->expert_tiles += p->expert_tiles;
+        s->expert_tiles = s->expert_tiles < 0 || p->expert_tiles < 0 ? -1 : s->expert_tiles + p->expert_tiles;
     }
     s->ranks = f->ranks;
 }
@@ -362,7 +362,7 @@ static void print_traffic(const results_file *const *file, const report_figures 
     ROW("support", number(to, s->support_size, "experts"));
     ROW("distinct", number(to, s->distinct_experts, "experts"));
     ROW("coverage", number(to, s->coverage, ""));
-    ROW("expert tiles", cell(to, "%lld", (long long)s->expert_tiles));
+    ROW("expert tiles", s->expert_tiles < 0 ? cell(to, "-") : cell(to, "%lld", (long long)s->expert_tiles));
     ROW("layer rebuilds", cell(to, "%lld", (long long)s->layer_rebuilds));
     bool observed = false;
     for (int i = 0; i < count; i++)

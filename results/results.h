@@ -44,7 +44,7 @@ typedef struct result_phase { /* counters of one rank, since the session's start
     int64_t forwards;
     int64_t rows_fresh[PATHS], rows_cached[PATHS]; /* by path of the slot; prefill counts sealing rows too */
     int64_t rows_dispatched, rows_received, bytes_dispatched, bytes_combined;
-    int64_t expert_tiles;
+    int64_t expert_tiles; /* -1: the backend does not count them */
     double wall_seconds; /* of decoding: first forward to now */
     int64_t generated_tokens;
 } result_phase;

@@ -165,7 +165,7 @@ typedef struct backend {
     double free_bytes;    /* of the device's memory, behind the opening; 0: not known */
     int32_t timed_every;  /* where calls are recorded: one replay in so many is timed by phase, and stands for the others */
     bool runs_ahead;      /* calls return before their work is done: what a forward did is best read one forward late */
-    int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; 0: this backend does not count */
+    int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; -1: this backend does not count */
 
     /* memory and time */
     status (*reserve)(struct backend *b, void **slab, size_t bytes); /* zeroed; once per arena; pages
@@ -268,5 +268,7 @@ int backend_cuda_devices(void);
 /* What this GPU can do at most, measured in some milliseconds: bytes read and written a second by a copy, FLOP a second
  * by a product of 8192 x 8192 BF16 matrices. Wants 2 GB for the while. */
 status backend_cuda_ceilings(backend *b, double *copied, double *multiplied);
+/* Bytes of this GPU's memory that are taken now, by whomever: what this program has, where it is alone. */
+status backend_cuda_taken(backend *b, double *bytes);
 
 #endif

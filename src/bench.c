@@ -219,6 +219,8 @@ static void print_row(const bench_row *r, int ranks)
                 printf(" of %.3f", r->phase_floor_ms[p]);
         }
     printf("\n");
+    if (!isnan(r->taken))
+        printf("         memory: %.2f GB taken, %.2f planned\n", r->taken / 1e9, r->planned / 1e9);
     if (r->dispatched > 0) {
         double there = r->phase_ms[PHASE_DISPATCH], back = r->phase_ms[PHASE_COMBINE];
         printf(

@@ -1,5 +1,6 @@
 #include "src/trial.h"
 
+#include "src/memory.h"
 #include "src/plan/scheduler.h"
 
 #include <math.h>
@@ -325,6 +326,29 @@ out:
 
 /* ---- the row */
 
+#ifdef EPOCH_CUDA
+static status taken(const trial *x, double *bytes)
+{
+    return x->with->gpu ? backend_cuda_taken(x->with->backend, bytes) : OK;
+}
+#else
+static status taken(const trial *x, double *bytes)
+{
+    (void)x;
+    (void)bytes;
+    return OK;
+}
+#endif
+
+static double planned(const trial *x)
+{
+    memory_plan p;
+    const trial_setup *s = x->with;
+    dtype t = s->backend->activation;
+    memory_of(&p, s->config, &x->rule, s->tree, s->gpu ? BF16 : F32, t);
+    return p.total;
+}
+
 /* The floor is that of the rank that has most to do: the others wait for it. */
 static void fill(bench_row *out, const trial *x, const share *all, int ranks)
 {
@@ -362,7 +386,8 @@ static void fill(bench_row *out, const trial *x, const share *all, int ranks)
         out->phase_floor_ms[p] = known ? 1e3 * all[heaviest].least[p].seconds / n : NAN;
     out->tokens_per_second = committed > 0 ? committed / seconds : NAN;
     out->idle = 1 - active / (n * x->ask->batch);
-    out->ratio = out->floor_ratio = NAN;
+    out->planned = planned(x);
+    out->taken = out->ratio = out->floor_ratio = NAN;
 }
 
 status trial_run(bench_row *out, const trial_setup *s, const trial_ask *a)
@@ -381,8 +406,10 @@ status trial_run(bench_row *out, const trial_setup *s, const trial_ask *a)
     memcpy(mine.part, x.part, sizeof mine.part);
     TRY(w->gather(w, all, &mine, sizeof mine));
     *s->together = true;
-    if (w->rank == 0)
+    if (w->rank == 0) {
         fill(out, &x, all, w->size);
+        TRY(taken(&x, &out->taken));
+    }
     snprintf(out->lane, sizeof out->lane, "%s", x.lane->name);
 out:
     if (!*s->together && w->at_abort) /* nothing else would end what is under way between the ranks */

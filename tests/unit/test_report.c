@@ -91,6 +91,7 @@ static void test_tables(void **state)
     size_t size;
     result_score score = {
         .dataset = "gsm8k", .rule = "numeric", .rows = 3, .correct = 1, .score = 1 / 3.0, .low = 0.06, .high = 0.79};
+    f[0]->rank[0].phase.expert_tiles = -1; /* a GPU's: not counted, and so of the whole file */
     f[1]->score = &score;
     f[1]->scores = 1;
     FILE *to = open_memstream(&text, &size);
@@ -105,6 +106,7 @@ static void test_tables(void **state)
     has(text, "0.0600 - 0.7900");
     has_row(text, "experts", "1.000 s   7.6 %", "0.500 s   7.6 %");
     has_row(text, "cold", "128 / 16", "128 / 16");
+    has_row(text, "expert tiles", "-", "500");
     has_row(text, "bytes dispatched", "12.00 kB", "6.00 kB");
     has(text, "\nbytes by path, of traced iterations\n");
     has_row(text, "rows: overdue", "4", "4");

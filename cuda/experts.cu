@@ -437,7 +437,8 @@ static status sort(cuda *c, const tensor *ids, const expert_set *e, int most, co
     how.attrs = &cluster;
     how.numAttrs = hopper ? 1 : 0;
     void (*kernel)(tensor, int, int, int, worklist) = hopper ? sort_kernel<SORT_BLOCKS> : sort_kernel<1>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
+    const int most_room = (SORT_WARPS + 2) * SUM_TREE_EXPERTS * (int)sizeof(int32_t); /* one limit for all threads */
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_room);
     if (error == cudaSuccess)
         error = cudaLaunchKernelEx(&how, kernel, *ids, (int)e->first, (int)e->count, most, w);
     return cuda_check(error, "sort of edges by expert", __FILE__, __LINE__);

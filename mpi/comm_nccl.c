@@ -146,15 +146,17 @@ out:
     free(place);
 }
 
-/* Polls what began on n->start until it is over, *made there, or `until` has come. A split calls itself a success before
- * it is done. */
+/* Polls what began on n->start until it is over, *made there, or `until` has come. A split calls itself a success
+ * before it is done. */
 static status begun(nccl_comm *n, ncclResult_t r, ncclComm_t *made, const char *what, double until)
 {
     status st = OK;
     while (r == ncclInProgress || (r == ncclSuccess && !*(ncclComm_t volatile *)made)) {
         if (now() > until)
-            FAIL(FAILED, "%s is not over after %g s (--connect-timeout): a rank, or the network between hosts, does "
-                 "not answer; NCCL_DEBUG=INFO says more", what, n->deadline);
+            FAIL(FAILED,
+                 "%s is not over after %g s (--connect-timeout): a rank, or the network between hosts, does "
+                 "not answer; NCCL_DEBUG=INFO says more",
+                 what, n->deadline);
         ncclResult_t asked = ncclCommGetAsyncError(n->start, &r);
         if (asked != ncclSuccess)
             r = asked;

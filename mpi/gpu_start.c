@@ -30,8 +30,10 @@ status gpu_versions_check(int headers, int library)
     version(built, headers);
     version(loaded, library);
     if (headers != library)
-        FAIL(BAD_INPUT, "the program was built with the headers of NCCL %s, the library loaded here is %s: build it on "
-             "this machine, or put NCCL %s first in LD_LIBRARY_PATH", built, loaded, built);
+        FAIL(BAD_INPUT,
+             "the program was built with the headers of NCCL %s, the library loaded here is %s: build it on "
+             "this machine, or put NCCL %s first in LD_LIBRARY_PATH",
+             built, loaded, built);
 out:
     return st;
 }
@@ -42,9 +44,10 @@ status gpu_places_check(const gpu_place *place, int size)
     for (int r = 1; r < size; r++)
         for (int q = 0; q < r; q++)
             if (strcmp(place[q].host, place[r].host) == 0 && strcmp(place[q].bus, place[r].bus) == 0)
-                FAIL(BAD_INPUT, "ranks %d and %d of host %.*s both have the GPU at PCI bus %s: start one rank a GPU, "
-                     "and let each see its own or all of them (CUDA_VISIBLE_DEVICES)", q, r,
-                     (int)strcspn(place[r].host, " "), place[r].host, place[r].bus);
+                FAIL(BAD_INPUT,
+                     "ranks %d and %d of host %.*s both have the GPU at PCI bus %s: start one rank a GPU, "
+                     "and let each see its own or all of them (CUDA_VISIBLE_DEVICES)",
+                     q, r, (int)strcspn(place[r].host, " "), place[r].host, place[r].bus);
 out:
     return st;
 }

@@ -25,7 +25,7 @@ typedef struct lane_nccl {
     nccl_board board;
     void *slab;
     size_t heard_bytes;
-    char *heard;          /* pinned: out, in and ledger of the board */
+    char *heard; /* pinned: out, in and ledger of the board */
     const nccl_greeting *out, *in;
     const nccl_ledger *ledger;
     cudaEvent_t event;
@@ -321,8 +321,14 @@ status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, n
         l = NULL;
         FAIL(FAILED, "out of memory");
     }
-    *l = (lane){.name = "nccl", .rank = w->rank, .size = w->size, .self = m, .dispatch = dispatch, .combine = combine,
-                .traffic = traffic, .close = close_lane};
+    *l = (lane){.name = "nccl",
+                .rank = w->rank,
+                .size = w->size,
+                .self = m,
+                .dispatch = dispatch,
+                .combine = combine,
+                .traffic = traffic,
+                .close = close_lane};
     m->rule = *rule;
     m->c = cuda_of(b);
     m->b = b;
@@ -343,8 +349,10 @@ status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, n
     d->row_bytes = (d->weights_at + rule->top_k * (int64_t)sizeof(float) + ROW_ALIGN - 1) / ROW_ALIGN * ROW_ALIGN;
     m->heard_bytes = 2 * (size_t)d->size * sizeof *d->out + sizeof *d->ledger;
     if (rule->max_rows * d->size * rule->top_k * rule->hidden > (rule->hidden % 8 ? 1 : 8) * (int64_t)UINT32_MAX)
-        FAIL(FAILED, "%lld rows from each of %d ranks are more than the experts can take at once: lower --batch or "
-             "--prefill-blocks", (long long)rule->max_rows, d->size);
+        FAIL(FAILED,
+             "%lld rows from each of %d ranks are more than the experts can take at once: lower --batch or "
+             "--prefill-blocks",
+             (long long)rule->max_rows, d->size);
     layout(m, &memory);
     memory.bytes = memory.used;
     if (b->reserve(b, &m->slab, memory.bytes) != OK)

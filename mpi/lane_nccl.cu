@@ -110,8 +110,7 @@ static __global__ void __launch_bounds__(ROW_THREADS)
         char *to = NULL;
         if (opens) {
             int64_t at = m.row_at[i * m.top_k + lane];
-            to = rank == m.rank ? m.arrived + at * m.row_bytes
-                                : m.packed + (packed_before(m, rank) + at) * m.row_bytes;
+            to = rank == m.rank ? m.arrived + at * m.row_bytes : m.packed + (packed_before(m, rank) + at) * m.row_bytes;
         }
         const T *from = (const T *)row_of<bf16>(x, i);
         for (uint32_t rest = __ballot_sync(EVERY_LANE, opens); rest; rest &= rest - 1) {

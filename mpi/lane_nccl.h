@@ -25,24 +25,24 @@ typedef struct nccl_ledger {
 /* All pointers are the device's. Ring order is this rank, rank + 1, rank + 2 and so on. */
 typedef struct nccl_board {
     int rank, size, top_k, hidden, units, first_unit, shards;
-    int first, last;                              /* experts of this rank: [first, last) */
-    int64_t row_bytes, ids_at, weights_at;        /* a row that travels: [x BF16 | ids I32 | weights F32] */
-    bool half;                                    /* partial sums travel as BF16 */
-    const int32_t *rank_of, *unit_of;             /* [experts] */
-    const int32_t *shard_of;                      /* [units of all ranks]: the first */
-    nccl_greeting *out, *in;                      /* [size]: to and from every rank, this one too */
+    int first, last;                       /* experts of this rank: [first, last) */
+    int64_t row_bytes, ids_at, weights_at; /* a row that travels: [x BF16 | ids I32 | weights F32] */
+    bool half;                             /* partial sums travel as BF16 */
+    const int32_t *rank_of, *unit_of;      /* [experts] */
+    const int32_t *shard_of;               /* [units of all ranks]: the first */
+    nccl_greeting *out, *in;               /* [size]: to and from every rank, this one too */
     nccl_ledger *ledger;
-    int32_t *arrived_count;                       /* rows in `arrived` */
-    int32_t *row_at, *term_at;                    /* [max_rows, top_k], of the edge that is first of a rank, of a unit:
-                                                     row among those to that rank; partial sum among those from that
-                                                     rank, or the row of y where it is this one */
-    int32_t *back_at;                             /* [size * max_rows]: of an arrived row, its first partial sum among
-                                                     those to that rank */
-    char *packed;                                 /* rows to others, in ring order, each rank's in the batch's order */
-    char *arrived;                                /* rows in ring order, this rank's own first */
-    float *y;                                     /* [size * max_rows * units, H]: the experts' sums */
-    void *back;                                   /* partial sums to others, in ring order; NULL: they leave from y */
-    void *partials;                               /* partial sums from others, in ring order */
+    int32_t *arrived_count;    /* rows in `arrived` */
+    int32_t *row_at, *term_at; /* [max_rows, top_k], of the edge that is first of a rank, of a unit:
+                                  row among those to that rank; partial sum among those from that
+                                  rank, or the row of y where it is this one */
+    int32_t *back_at;          /* [size * max_rows]: of an arrived row, its first partial sum among
+                                  those to that rank */
+    char *packed;              /* rows to others, in ring order, each rank's in the batch's order */
+    char *arrived;             /* rows in ring order, this rank's own first */
+    float *y;                  /* [size * max_rows * units, H]: the experts' sums */
+    void *back;                /* partial sums to others, in ring order; NULL: they leave from y */
+    void *partials;            /* partial sums from others, in ring order */
 } nccl_board;
 
 /* Fills out, row_at, term_at; this rank's own entry of `in` too. */

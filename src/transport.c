@@ -31,7 +31,7 @@ status transport_check(const transport_ask *a)
              a->ranks > 1 ? "nccl" : "self");
     if (!a->cuda && between)
         FAIL(BAD_INPUT, "--transport nccl carries rows between GPUs: want --device cuda, with a GPU for each rank, or "
-             "--transport mpi");
+                        "--transport mpi");
     if (!a->cuda && a->combine != F32)
         FAIL(BAD_INPUT, "--combine bf16 halves what GPUs exchange: want --combine fp32, or --device cuda");
     if (a->cuda && !alone(a) && !a->joins)

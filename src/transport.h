@@ -7,12 +7,12 @@
 #include <stdbool.h>
 
 typedef struct transport_ask {
-    int transport;     /* TRANSPORT_AUTO and so on, of options.h */
-    dtype combine;     /* --combine */
+    int transport; /* TRANSPORT_AUTO and so on, of options.h */
+    dtype combine; /* --combine */
     bool cuda;
     int ranks;
-    bool joins;        /* this program can join GPUs: transport_joins */
-    double deadline;   /* --connect-timeout */
+    bool joins;      /* this program can join GPUs: transport_joins */
+    double deadline; /* --connect-timeout */
 } transport_ask;
 
 /* Was the program built with NCCL? */

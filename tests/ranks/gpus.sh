@@ -54,23 +54,24 @@ refused() { # refused TEXT RANKS OPTION...: exit 2, and the message holds TEXT
     verdict $? "refused: $text"
     [ $rc -eq 2 ] || echo "status $rc: $said"
 }
-killed() { # one rank dies: the whole job is gone within 10 s, with a status that says so
-    local rc=0 job victim left
-    rm -rf "$scratch"/killed.h5*
+ended() { # ended SIGNAL STATUS TEXT OPTION...: rank 1 gets it in mid-run; all ranks are gone soon, with status and message
+    local signal=$1 want=$2 text=$3 rc job from left
+    shift 3
+    rm -rf "$scratch"/ended.h5*
     mpirun -q --bind-to none --oversubscribe ${stand_in:+-x LD_PRELOAD="$stand_in"} -np 2 "$program" run --mode full \
-        --model "$root/models/tiny" --out "$scratch/killed.h5" \
-        --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --batch 2 --progress off --device cuda "$@" >"$scratch/killed.log" 2>&1 &
+        --model "$root/models/tiny" --out "$scratch/ended.h5" --timeout 3 \
+        --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --batch 2 --progress off --device cuda "$@" >"$scratch/ended.log" 2>&1 &
     job=$!
-    local from=$SECONDS
-    until [ -s "$scratch"/killed.h5.d/s0000.r00001.jnl ] || [ $((SECONDS - from)) -gt 40 ]; do sleep .2; done
-    victim=$(pgrep -P $job | tail -n 1)
-    kill -9 "$victim"
+    from=$SECONDS
+    until [ -s "$scratch"/ended.h5.d/s0000.r00001.jnl ] || [ $((SECONDS - from)) -gt 40 ]; do sleep .2; done
+    kill -"$signal" "$(pgrep -P $job | tail -n 1)"
     from=$SECONDS
     wait $job
     rc=$?
-    left=$(pgrep -f "$scratch/killed.h5" | wc -l)
-    [ $rc -ne 0 ] && [ $((SECONDS - from)) -le 10 ] && [ "$left" -eq 0 ]
-    verdict $? "a killed rank ends the job ($*): status $rc after $((SECONDS - from)) s, $left processes left"
+    left=$(pgrep -f "$scratch/ended.h5" | wc -l)
+    [ $rc -eq "$want" ] && [ $((SECONDS - from)) -le 20 ] && [ "$left" -eq 0 ] && grep -q "$text" "$scratch/ended.log"
+    verdict $? "rank 1 gets $signal ($*): status $rc after $((SECONDS - from)) s, $left processes left"
+    cat "$scratch/ended.log"
 }
 
 for mode in full epoch; do
@@ -92,7 +93,8 @@ for transport in $transports; do
     verdict $? "3 sequences and 2, by $transport"
     decode two-half-$transport 2 --mode full --limit 50 --batch 16 --transport $transport --combine bf16
     verdict $? "partial sums in bf16, by $transport"
-    killed --transport $transport
+    ended KILL 137 "" --transport $transport
+    ended STOP 3 "the others wait for rank 1/2" --transport $transport
 done
 stand_in= decode lone-nccl 1 --mode epoch --limit 6 --batch 1 --transport nccl && same one-alone lone-nccl
 verdict $? "one rank by nccl"

@@ -1,6 +1,6 @@
 /* Stands for NCCL where several ranks must share one GPU, which NCCL refuses: preloaded into the program, it carries
- * groups of sends and receives through host memory and MPI, and gives each rank's GPU a PCI bus id of its own. Slow, and
- * exact: whatever depends on ranks but not on the wire can be tested with it. */
+ * groups of sends and receives through host memory and MPI, and gives each rank's GPU a PCI bus id of its own. Slow,
+ * and exact: whatever depends on ranks but not on the wire can be tested with it. */
 #include <cuda_runtime_api.h>
 #include <mpi.h>
 #include <nccl.h>

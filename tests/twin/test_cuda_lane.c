@@ -1,5 +1,5 @@
-/* The lane between GPUs with all its ranks on one: a thread a rank, and in place of NCCL's calls copies on that GPU. What
- * must hold to the bit: a row's sum is what one rank makes of it, for any number of ranks and any deal of rows. */
+/* The lane between GPUs with all its ranks on one: a thread a rank, and in place of NCCL's calls copies on that GPU.
+ * What must hold to the bit: a row's sum is what one rank makes of it, for any number of ranks and any deal of rows. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -35,8 +35,8 @@ struct nccl_comm {
 static struct nccl_comm comm[RANKS];
 static pthread_barrier_t meet;
 static _Thread_local struct nccl_comm *mine;
-enum { ROWS_GROUP = 2 };          /* of a lane's first dispatch */
-static size_t spoil_at;           /* byte of the first rows that come to rank 1, where an id becomes 0; 0: none */
+enum { ROWS_GROUP = 2 }; /* of a lane's first dispatch */
+static size_t spoil_at;  /* byte of the first rows that come to rank 1, where an id becomes 0; 0: none */
 
 ncclResult_t ncclGroupStart(void); /* nccl.h leaves the void out */
 ncclResult_t ncclGroupEnd(void);
@@ -119,8 +119,8 @@ typedef struct shape {
     int experts, groups, top_k, hidden, inner;
 } shape;
 
-static const shape shapes[] = {{16, 4, 4, 64, 32}, {21, 7, 3, 50, 37}, {256, 8, 8, 128, 64}, {40, 20, 6, 72, 64},
-                               {64, 1, 8, 256, 64}};
+static const shape shapes[] = {
+    {16, 4, 4, 64, 32}, {21, 7, 3, 50, 37}, {256, 8, 8, 128, 64}, {40, 20, 6, 72, 64}, {64, 1, 8, 256, 64}};
 enum { SHAPES = sizeof shapes / sizeof *shapes };
 
 typedef struct party {
@@ -228,8 +228,13 @@ static status run_shape(backend *b, const party *p, const shape *s)
     int64_t edges = 0;
     TRY(sum_tree_open(&t, s->experts, s->groups, p->size));
     TRY(sum_tree_open(&alone, s->experts, s->groups, 1));
-    lane_rule r = {.hidden = s->hidden, .top_k = s->top_k, .max_rows = MAX_ROWS, .tree = t, .payload = BF16,
-                   .combine = p->combine}, one = r;
+    lane_rule r = {.hidden = s->hidden,
+                   .top_k = s->top_k,
+                   .max_rows = MAX_ROWS,
+                   .tree = t,
+                   .payload = BF16,
+                   .combine = p->combine},
+              one = r;
     one.tree = alone;
     TRY(lane_nccl_open(&l, &r, b, &w, mine));
     TRY(lane_self_cuda_open(&self, &one, b));

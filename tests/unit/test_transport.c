@@ -35,8 +35,9 @@ static void test_choices(void **state)
         {{.transport = TRANSPORT_SELF, .ranks = 2, .cuda = true, .joins = true}, "there are 2: want auto or nccl"},
         {{.transport = TRANSPORT_MPI, .ranks = 1, .cuda = true}, "want --transport self with --device cuda"},
         {{.transport = TRANSPORT_MPI, .ranks = 2, .cuda = true}, "want --transport nccl with --device cuda"},
-        {{.transport = TRANSPORT_AUTO, .ranks = 2, .cuda = true}, "--device cuda on 2 ranks: this program was built "
-                                                                   "without NCCL (-DEPOCH_NCCL=ON)"},
+        {{.transport = TRANSPORT_AUTO, .ranks = 2, .cuda = true},
+         "--device cuda on 2 ranks: this program was built "
+         "without NCCL (-DEPOCH_NCCL=ON)"},
         {{.transport = TRANSPORT_NCCL, .ranks = 1, .cuda = true}, "this program was built without NCCL"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {

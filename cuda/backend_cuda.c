@@ -537,6 +537,22 @@ out:
     return st;
 }
 
+/* Of `count` visible ones; a launcher may show each rank its own alone. */
+static int device_of(int local_rank, int count)
+{
+    return count == 1 ? 0 : local_rank;
+}
+
+const char *backend_cuda_bus(int local_rank)
+{
+    static char bus[32];
+    int count = backend_cuda_devices(), device = device_of(local_rank, count);
+    bus[0] = '\0';
+    if (device < count && cudaDeviceGetPCIBusId(bus, sizeof bus, device) != cudaSuccess)
+        bus[0] = '\0';
+    return bus;
+}
+
 /* Why is there no device? */
 static status no_device(cudaError_t e)
 {
@@ -568,10 +584,10 @@ static status open_device(backend *b, int local_rank)
     cudaError_t e = cudaGetDeviceCount(&count);
     if (e != cudaSuccess || count == 0)
         TRY(no_device(e));
-    if (local_rank >= count && count > 1)
+    c->device = device_of(local_rank, count);
+    if (c->device >= count)
         FAIL(BAD_INPUT, "--device cuda: rank %d of this host would share a GPU, %d are visible: start one rank a GPU",
              local_rank, count);
-    c->device = count > 1 ? local_rank : 0; /* a launcher may show each rank its own alone */
     CUDA_TRY(cudaSetDevice(c->device));
     CUDA_TRY(cudaGetDeviceProperties(&prop, c->device));
     e = cuda_probe();

@@ -265,6 +265,8 @@ status backend_cpu_open(backend **out, int threads);
 status backend_cuda_open(backend **out, int local_rank);
 /* How many GPUs are visible; 0 without a driver. */
 int backend_cuda_devices(void);
+/* PCI bus id of the GPU that backend_cuda_open would take; "": it would take none. The module's, until the next call. */
+const char *backend_cuda_bus(int local_rank);
 /* What this GPU can do at most, measured in some milliseconds: bytes read and written a second by a copy, FLOP a second
  * by a product of 8192 x 8192 BF16 matrices. Wants 2 GB for the while. */
 status backend_cuda_ceilings(backend *b, double *copied, double *multiplied);

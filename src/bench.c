@@ -466,9 +466,9 @@ static status measure_ceilings(trial_setup *s)
     return s->gpu ? backend_cuda_ceilings(s->backend, &s->most.bytes, &s->most.flops) : OK;
 }
 
-static int gpus(void)
+static const char *gpu(const world *w)
 {
-    return backend_cuda_devices();
+    return backend_cuda_bus(w->local_rank);
 }
 #else
 static status open_backend(trial_setup *s)
@@ -482,9 +482,10 @@ static status measure_ceilings(trial_setup *s)
     return OK;
 }
 
-static int gpus(void)
+static const char *gpu(const world *w)
 {
-    return 0;
+    (void)w;
+    return "";
 }
 #endif
 
@@ -496,7 +497,7 @@ static status choose_device(trial_setup *s, const ask *a)
         FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA (-DEPOCH_CUDA=ON)");
 #endif
     if (a->device == DEVICE_AUTO && a->transport != TRANSPORT_MPI && (s->world->size == 1 || transport_joins()))
-        TRY(transport_gpus(&s->gpu, s->world, gpus()));
+        TRY(transport_gpus(&s->gpu, s->world, gpu(s->world)));
     s->gpu |= a->device == DEVICE_CUDA;
     s->way = (transport_ask){.transport = a->transport,
                              .combine = a->combine == COMBINE_BF16 ? BF16 : F32,

@@ -82,9 +82,9 @@ out:
 }
 
 #ifdef EPOCH_CUDA
-static int gpus(void)
+static const char *gpu(const world *w)
 {
-    return backend_cuda_devices();
+    return backend_cuda_bus(w->local_rank);
 }
 
 static status open_cuda(stage *s)
@@ -92,9 +92,10 @@ static status open_cuda(stage *s)
     return backend_cuda_open(&s->backend, s->world->local_rank);
 }
 #else /* never asked for: check_device refuses it */
-static int gpus(void)
+static const char *gpu(const world *w)
 {
-    return 0;
+    (void)w;
+    return "";
 }
 
 static status open_cuda(stage *s)
@@ -117,7 +118,7 @@ static status check_device(stage *s)
         FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA (-DEPOCH_CUDA=ON)");
 #endif
     if (may)
-        TRY(transport_gpus(&s->cuda, s->world, gpus()));
+        TRY(transport_gpus(&s->cuda, s->world, gpu(s->world)));
     s->cuda |= o->device == DEVICE_CUDA;
     s->way = (transport_ask){.transport = o->transport,
                              .combine = o->combine == COMBINE_BF16 ? BF16 : F32,

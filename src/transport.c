@@ -1,7 +1,9 @@
 #include "src/transport.h"
 
+#include "mpi/gpu_start.h"
 #include "src/options.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 /* One rank's rows stay where they are, unless the way between GPUs is asked for by name. */
@@ -40,20 +42,20 @@ out:
     return st;
 }
 
-status transport_gpus(bool *out, world *w, int visible)
+status transport_gpus(bool *out, world *w, const char *bus)
 {
     status st = OK;
-    int32_t *say = calloc((size_t)w->size, sizeof *say), *hear = calloc((size_t)w->size, sizeof *hear);
-    TRY(w->agree(w, say && hear ? OK : status_fail(FAILED, __FILE__, __LINE__, "out of memory")));
-    for (int r = 0; r < w->size; r++)
-        say[r] = visible >= w->local_size;
-    TRY(w->counts(w, hear, say));
-    *out = true;
-    for (int r = 0; r < w->size; r++)
-        *out = *out && hear[r];
+    gpu_place mine, *all = calloc((size_t)w->size, sizeof *all);
+    TRY(w->agree(w, all ? OK : status_fail(FAILED, __FILE__, __LINE__, "out of memory")));
+    gpu_host(&mine);
+    snprintf(mine.bus, sizeof mine.bus, "%s", bus);
+    TRY(w->gather(w, all, &mine, sizeof mine));
+    *out = w->rank != 0 || gpu_places_check(all, w->size) == OK;
+    for (int r = 0; r < w->size && w->rank == 0; r++)
+        *out = *out && all[r].bus[0];
+    TRY(w->bcast(w, out, sizeof *out, 0));
 out:
-    free(say);
-    free(hear);
+    free(all);
     return st;
 }
 

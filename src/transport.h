@@ -21,8 +21,9 @@ bool transport_joins(void);
 /* BAD_INPUT where what is asked for does not go together; judged without any device. */
 status transport_check(const transport_ask *a);
 
-/* A GPU a rank, the same answer on every rank; collective. */
-status transport_gpus(bool *out, world *w, int visible);
+/* Has every rank a GPU of its own? bus: PCI bus id of the one this rank would take, "" for none. The same answer on
+ * every rank; collective. */
+status transport_gpus(bool *out, world *w, const char *bus);
 
 /* Collective: joins the GPUs where the transport needs it. *out is NULL where it does not. */
 status transport_join(nccl_comm **out, const transport_ask *a, world *w, backend *b);

@@ -26,6 +26,7 @@ may() { # what FILE may include from this repository
     src/model/*) echo "$base|src/model/" ;;
     src/plan/*) echo "src/(backend|slot)\.h|$base|src/model/|src/plan/" ;; # the rules that it fills in live there
     src/exec/*) echo "src/(backend|lane|slot)\.h|$base|src/model/|src/plan/|src/exec/" ;;
+    src/transport.*) echo "$seams|$base|src/options\.h|src/transport\.h|mpi/gpu_start\.h" ;;
     src/*) echo "$below|src/[a-z]+\.h" ;; # the top: the run and its options
     esac
 }

@@ -6,6 +6,7 @@
 /* cmocka.h wants the four above */
 #include <cmocka.h>
 
+#include "mpi/gpu_start.h"
 #include "src/options.h"
 #include "src/transport.h"
 
@@ -47,13 +48,27 @@ static void test_choices(void **state)
     }
 }
 
-/* A world in which this rank hears what it is told. */
-static int32_t others[3];
+/* A world whose rank 0 hears of two more, on this host. */
+static char others[2][32];
 
-static status hear(world *w, int32_t *recv, const int32_t *send)
+static status gather(world *w, void *all, const void *mine, size_t n)
 {
-    memcpy(recv, others, sizeof others);
-    recv[w->rank] = send[w->rank];
+    gpu_place *place = all;
+    assert_int_equal(n, sizeof *place);
+    (void)w;
+    for (int r = 0; r < 3; r++)
+        memcpy(&place[r], mine, n);
+    for (int r = 1; r < 3; r++)
+        strcpy(place[r].bus, others[r - 1]);
+    return OK;
+}
+
+static status bcast(world *w, void *bytes, size_t n, int root)
+{
+    (void)w;
+    (void)bytes;
+    (void)n;
+    (void)root;
     return OK;
 }
 
@@ -66,15 +81,15 @@ static status agree(world *w, status mine)
 static void test_a_gpu_each(void **state)
 {
     (void)state;
-    world w = {.rank = 1, .size = 3, .local_size = 2, .counts = hear, .agree = agree};
+    world w = {.size = 3, .local_size = 3, .gather = gather, .bcast = bcast, .agree = agree};
     bool all;
-    others[0] = others[2] = 1;
-    assert_int_equal(transport_gpus(&all, &w, 2), OK);
+    strcpy(others[0], "0000:02:00.0");
+    strcpy(others[1], "0000:03:00.0");
+    assert_int_equal(transport_gpus(&all, &w, "0000:01:00.0"), OK);
     assert_true(all);
-    assert_int_equal(transport_gpus(&all, &w, 1), OK);
+    assert_int_equal(transport_gpus(&all, &w, ""), OK);
     assert_false(all);
-    others[2] = 0; /* another host has too few */
-    assert_int_equal(transport_gpus(&all, &w, 8), OK);
+    assert_int_equal(transport_gpus(&all, &w, "0000:03:00.0"), OK);
     assert_false(all);
 }
 

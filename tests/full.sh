@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # What takes too long for tests/run.sh. The log of each part's last run is kept in tests/full.log.
-#   bash tests/full.sh [PART ...]     of: table demo real kills   (default: all)
+#   bash tests/full.sh [PART ...]     of: table demo real kills scale   (default: all)
 # table  batch 1, 2, 7, 64 x ranks 1, 2, 3, 4, 7 over 64 prompts: identical token ids and iterations, dense and with all
 #        relaxations
 # demo   all 550 demo items with the dense executor: accuracy and iterations beside those in models/tiny/README.md
 # real   the published benchmark files in $EPOCH_DATA (names: datasets/README.md): every prompt and turn is accounted for
 # kills  $EPOCH_KILLS (200) times a rank, all of them or mpirun killed at a random moment, then resumed
+# scale  tests/scale.sh, which is for nodes with several GPUs, on 8 CPU ranks
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . jobs/local.sh
 bash jobs/setup.sh --tests || exit
-parts=${*:-table demo real kills}
+parts=${*:-table demo real kills scale}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 passed=0 failed=0
@@ -74,6 +75,11 @@ kills() {
     EPOCH_KILLS=${EPOCH_KILLS:-200} OPENBLAS_NUM_THREADS=1 \
         /usr/bin/python3 tests/cli/test_survive.py "$PWD/build/epoch" test_kills test_more_kills
     verdict "kills" $?
+}
+
+scale() {
+    DRY=1 RANKS=8 BUILD=build OUT=$work/scale bash tests/scale.sh | sed -n '/^$/,$p'
+    verdict "scale" "${PIPESTATUS[0]}"
 }
 
 where="$(date -u +%F), $(git describe --always --dirty), $(nproc) cores, $(sed -n 's/^model name[[:space:]]*: //p;T;q' /proc/cpuinfo)"

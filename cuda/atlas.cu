@@ -2,12 +2,24 @@
  * src/cpu/atlas.c, which has the formulas; supports are bit for bit the same. Sums along a row are fp32, in order; sums
  * over rows are in fixed point (atlas_fixed), so that atomics may come in any order.
  *
- * Two kernels. A warp finds a fresh row's K + m candidates, leaves them in scratch, and tests the row against its
- * cohort's support on the way. Then a block a cohort reads the test's result; most find that the support holds. */
+ * Two kernels. A warp finds the K + m candidates of a run of fresh rows, leaves them in scratch, and tests the rows
+ * against their cohort's support on the way. Then a block a cohort, or a cluster of blocks where cohorts are large,
+ * reads the test's result; most find that the support holds. */
+#include "cuda/hopper.cuh"
 #include "cuda/plans.cuh"
 #include "cuda/universe.cuh"
 
-enum { THREADS = 256, WARPS = THREADS / WARP, WAVES = 4, BUILD_MOST = 1024, WORDS_MOST = SUM_TREE_EXPERTS / 32 };
+enum {
+    THREADS = 128,
+    WARPS = THREADS / WARP,
+    WAVES = 8,
+    BUILD_THREADS = 256, /* of a small cohort's block */
+    SPREAD_THREADS = 1024,
+    SPREAD = 8,          /* blocks of a large cohort's cluster */
+    SMALL_ROWS = 1024,   /* of a cohort, at most */
+    WORDS_MOST = SUM_TREE_EXPERTS / 32,
+    NOBODY = 0xffff      /* no candidate */
+};
 
 /* What the first kernel leaves of a cohort; zero between ops. */
 typedef struct cohort_range {
@@ -26,235 +38,358 @@ typedef struct building {
     route_rule r;
     atlas_rule a;
     block_rule k;
-    int width;       /* K + m */
+    int width;           /* K + m */
     cohort_range *range;
-    int32_t *id;     /* [fresh, width], -1 behind the last */
-    float *score;    /* [fresh, width] */
-    float *floor;    /* [fresh]: r_t; -1: not a row of an active block */
+    int64_t stride;      /* candidate j of fresh row i is number j * stride + i */
+    uint16_t *id;        /* NOBODY behind the last */
+    float *score;
+    float *floor;        /* of each fresh row: r_t; -1: not a row of an active block, it has no candidates */
 } building;
 
-static __device__ __forceinline__ bool in_set(const uint32_t *set, int e)
+static __device__ __forceinline__ int32_t owner_of(const building &b, int64_t i)
 {
-    return set[e >> 5] >> (e & 31) & 1;
+    return ((const int32_t *)b.in.slot.data)[((const int32_t *)b.in.fresh.data)[i]];
 }
 
-static __device__ int32_t cohort_of(const building &b, int64_t i)
-{
-    return ((const int32_t *)b.in.slot.data)[((const int32_t *)b.in.fresh.data)[i]] / b.k.cohort;
-}
+/* ---- candidates and the coverage test */
 
-static __device__ void add_range(cohort_range *g, int rows, int under, int64_t covered)
+/* What a run of rows found out of one cohort. */
+typedef struct tally {
+    int rows, under;
+    int64_t covered;
+} tally;
+
+static __device__ __forceinline__ void add_tally(cohort_range *g, const tally &t)
 {
-    if (threadIdx.x % WARP != 0 || rows == 0)
+    if (threadIdx.x % WARP != 0 || t.rows == 0)
         return;
-    atomicAdd(&g->rows, rows);
-    if (under > 0)
-        atomicAdd(&g->under, under);
-    if (covered > 0)
-        atomicAdd((unsigned long long *)&g->covered, (unsigned long long)covered);
+    atomicAdd(&g->rows, t.rows);
+    if (t.under > 0)
+        atomicAdd(&g->under, t.under);
+    if (t.covered > 0)
+        atomicAdd((unsigned long long *)&g->covered, (unsigned long long)t.covered);
 }
 
-template <int N> static __global__ void candidates_kernel(building b)
+/* One row of an active block. set: of this lane's experts, those of the support that the row is tested against. */
+template <int N>
+static __device__ __forceinline__ void test_row(const building &b, int i, queue &q, bool tested, uint32_t set,
+                                                tally &t)
 {
-    extern __shared__ uint32_t shared[];
-    int lane = threadIdx.x % WARP, words = (int)b.p.support.cols - 1;
-    uint32_t *room = shared + threadIdx.x / WARP * b.r.experts;
-    int64_t n = used_rows(b.in.fresh), warps = (int64_t)gridDim.x * WARPS, each = (n + warps - 1) / warps;
-    int64_t from = (blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP) * each, to = from + each < n ? from + each : n;
-    int32_t cohort = -1;
-    int rows = 0, under = 0;
-    int64_t share = 0;
-    for (int64_t i = from; i < to; i++) { /* neighbours: mostly of one cohort */
-        int32_t row = ((const int32_t *)b.in.fresh.data)[i], owner = ((const int32_t *)b.in.slot.data)[row];
-        if (owner / b.k.cohort != cohort) {
-            if (cohort >= 0)
-                add_range(&b.range[cohort], rows, under, share);
-            cohort = owner / b.k.cohort;
-            rows = under = 0;
-            share = 0;
+    int lane = threadIdx.x % WARP;
+    float sum = 0, have = 0, my_score = 0;
+    uint32_t my_id = NOBODY;
+    bool some = true;
+#pragma unroll 1
+    for (int j = 0; j < b.width; j++) {
+        int lead, at;
+        float score;
+        some = some && queue_take(q, &lead, &at, &score);
+        if (some) {
+            uint32_t found = __shfl_sync(EVERY_LANE, (set >> at & 1) << 16 | (uint32_t)(lane * N + at), lead);
+            score = __shfl_sync(EVERY_LANE, score, lead);
+            if (j < b.r.top_k) {
+                sum = __fadd_rn(sum, score);
+                have = found >> 16 ? __fadd_rn(have, score) : have;
+            }
+            if (lane == j % WARP) {
+                my_id = found & 0xffff;
+                my_score = score;
+            }
         }
-        if (lane == 0 && (i == 0 || cohort_of(b, i - 1) != cohort))
-            b.range[cohort].first = (int32_t)i;
-        if (lane == 0 && (i == n - 1 || cohort_of(b, i + 1) != cohort))
-            b.range[cohort].last = (int32_t)i + 1;
+        if (j % WARP == WARP - 1 || j == b.width - 1) {
+            int mine = j / WARP * WARP + lane;
+            if (mine <= j) {
+                b.id[mine * b.stride + i] = (uint16_t)my_id;
+                b.score[mine * b.stride + i] = my_score;
+            }
+            my_id = NOBODY;
+        }
+    }
+    float floor = __fmul_rn(b.a.coverage, sum), all = __fdiv_rn(floor, b.a.coverage);
+    if (lane == 0)
+        b.floor[i] = floor;
+    t.rows++;
+    if (tested) {
+        t.under += have < floor;
+        t.covered += atlas_fixed(all > 0 ? __fdiv_rn(have, all) : 1.0f);
+    }
+}
+
+template <int N> static __global__ void __launch_bounds__(THREADS) test_kernel(const __grid_constant__ building b)
+{
+    extern __shared__ __align__(16) uint32_t shared[];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, words = (int)b.p.support.cols - 1;
+    uint32_t *room = shared + warp * (queue_bytes<N>() / sizeof *shared), whole = lane_set<N>(NULL, b.r.experts);
+    grouping g = grouping_of<N>(b.r);
+    float bias[N];
+    lane_share(bias, b.bias, b.r.experts);
+    after_previous();
+    let_next();
+    int n = (int)used_rows(b.in.fresh), warps = (int)gridDim.x * WARPS, each = (n + warps - 1) / warps;
+    int from = ((int)blockIdx.x * WARPS + warp) * each, to = from + each < n ? from + each : n;
+    if (from >= to)
+        return;
+    int32_t before = from > 0 ? owner_of(b, from - 1) / b.k.cohort : -1, cohort = before;
+    int32_t after = to < n ? owner_of(b, to) / b.k.cohort : -1;
+    tally t = {};
+    for (int i = from; i < to; i++) {
+        float z[N];
+        lane_share(z, row_of<float>(b.z, i), b.r.experts);
+        int32_t row = ((const int32_t *)b.in.fresh.data)[i], owner = ((const int32_t *)b.in.slot.data)[row];
+        int32_t position = ((const int32_t *)b.in.position.data)[row], mine = owner / b.k.cohort;
+        bool sealing = ((const int32_t *)b.in.role.data)[row] == ROW_SEALING;
         const slot *sl = (const slot *)b.s.slot.data + owner;
-        int32_t position = ((const int32_t *)b.in.position.data)[row];
-        if (((const int32_t *)b.in.role.data)[row] == ROW_SEALING || !(sl->fresh >> (position % b.k.block_size) & 1)) {
+        const int32_t *support = support_of(b.p, b.layer, mine);
+        uint32_t set = lane_set<N>(support, b.r.experts);
+        bool tested = sl->path != PATH_COLD && support[words] == SUPPORT_HOLDS;
+        if (mine != cohort) { /* a cohort's rows are neighbours */
+            if (lane == 0 && i > from)
+                b.range[cohort].last = i;
+            if (lane == 0)
+                b.range[mine].first = i;
+            if (i > from)
+                add_tally(&b.range[cohort], t);
+            t = tally{};
+            cohort = mine;
+        }
+        if (sealing || !(sl->fresh >> (position % b.k.block_size) & 1)) {
             if (lane == 0)
                 b.floor[i] = -1;
             continue;
         }
-        const uint32_t *set = (const uint32_t *)support_of(b.p, b.layer, cohort);
-        bool tested = sl->path != PATH_COLD && set[words] == SUPPORT_HOLDS;
         universe<N> u;
-        universe_open(u, row_of<float>(b.z, i), b.bias, NULL, b.r.experts);
-        if (b.r.top_groups < b.r.groups)
-            universe_limit(u, b.r, room);
-        uint32_t chosen = 0;
-        float sum = 0, have = 0, score = 0;
-        for (int j = 0; j < b.width; j++) {
-            int id = universe_take(u, &score, &chosen);
-            if (id >= 0 && j < b.r.top_k) {
-                sum = __fadd_rn(sum, score);
-                if (tested && in_set(set, id))
-                    have = __fadd_rn(have, score);
-            }
-            if (lane == 0) {
-                b.id[i * b.width + j] = id;
-                b.score[i * b.width + j] = score;
-            }
-        }
-        float floor = __fmul_rn(b.a.coverage, sum), all = __fdiv_rn(floor, b.a.coverage);
-        if (lane == 0)
-            b.floor[i] = floor;
-        rows++;
-        if (tested) {
-            under += have < floor;
-            share += atlas_fixed(all > 0 ? __fdiv_rn(have, all) : 1.0f);
-        }
+        universe_score(u, z);
+        universe_open(u, bias, whole);
+        universe_limit(u, g, room);
+        queue q;
+        queue_open(q, u, room);
+        test_row<N>(b, i, q, tested, tested ? set : 0, t);
     }
-    if (cohort >= 0)
-        add_range(&b.range[cohort], rows, under, share);
+    if (lane == 0 && after != cohort)
+        b.range[cohort].last = to;
+    add_tally(&b.range[cohort], t);
 }
 
-/* A block's workshop. */
+/* ---- construction */
+
+/* A block's workshop. Values are in fixed point, never negative. Each block of a cluster adds those of its rows up in
+ * `low` and `high`, in two banks by turns, so that one may be cleared while others still read the other. */
 typedef struct bench {
-    uint32_t low[SUM_TREE_EXPERTS], high[SUM_TREE_EXPERTS]; /* of each expert's value: fixed point, never negative */
+    uint32_t low[2][SUM_TREE_EXPERTS], high[2][SUM_TREE_EXPERTS];
+    uint64_t value[SUM_TREE_EXPERTS]; /* over the whole cluster */
+    uint64_t rival[SUM_TREE_EXPERTS]; /* values of the experts that may join, */
+    uint16_t name[SUM_TREE_EXPERTS];  /* and who they are */
     uint32_t set[WORDS_MOST];
-    int32_t lead, under, added;
+    int32_t lead, rivals, under[2], all_under;
 } bench;
 
-/* 64-bit sums in shared memory by 32-bit atomics, which the hardware has. */
-static __device__ void add_value(bench *w, int e, int64_t x)
+static __device__ __forceinline__ bool in_set(const bench *w, int e)
 {
-    uint32_t low = (uint32_t)x, old = atomicAdd(&w->low[e], low), high = (uint32_t)(x >> 32) + (old + low < old);
-    if (high)
-        atomicAdd(&w->high[e], high);
+    return w->set[e >> 5] >> (e & 31) & 1;
 }
 
-static __device__ uint64_t value_at(const bench *w, int e)
+/* 64-bit sums in shared memory by 32-bit atomics, which the hardware has. */
+static __device__ __forceinline__ void add_value(bench *w, int bank, int e, int64_t x)
 {
-    return (uint64_t)w->high[e] << 32 | w->low[e];
+    uint32_t low = (uint32_t)x, old = atomicAdd(&w->low[bank][e], low);
+    uint32_t high = (uint32_t)(x >> 32) + (old + low < old);
+    if (high)
+        atomicAdd(&w->high[bank][e], high);
+}
+
+/* All threads of the cohort's blocks meet. */
+template <int BLOCKS> static __device__ __forceinline__ void meet_all()
+{
+#if __CUDA_ARCH__ >= 900
+    if (BLOCKS > 1) {
+        cluster_meet();
+        return;
+    }
+#endif
+    __syncthreads();
+}
+
+template <int BLOCKS> static __device__ __forceinline__ uint32_t word_of(const void *at, int block)
+{
+#if __CUDA_ARCH__ >= 900
+    if (BLOCKS > 1)
+        return (uint32_t)cluster_load(shared_at(at), block);
+#endif
+    (void)block;
+    return *(const uint32_t *)at;
+}
+
+/* The sums over all blocks of what `bank` gathered; clears the other bank. */
+template <int BLOCKS> static __device__ void gather(bench *w, int bank, int experts)
+{
+    meet_all<BLOCKS>();
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+        uint64_t sum = 0;
+#pragma unroll
+        for (int k = 0; k < BLOCKS; k++)
+            sum += (uint64_t)word_of<BLOCKS>(&w->high[bank][e], k) << 32 | word_of<BLOCKS>(&w->low[bank][e], k);
+        w->value[e] = sum;
+        w->low[bank ^ 1][e] = w->high[bank ^ 1][e] = 0;
+    }
+    if (threadIdx.x == blockDim.x - 1) {
+        int32_t sum = 0;
+#pragma unroll
+        for (int k = 0; k < BLOCKS; k++)
+            sum += (int32_t)word_of<BLOCKS>(&w->under[bank], k);
+        w->all_under = sum;
+        w->under[bank ^ 1] = 0;
+    }
+    __syncthreads();
 }
 
 /* Adds the best `most` experts not in the set by value, only those of positive value where `positive`; how many. An
- * expert is among them iff fewer than `most` others come before it. */
+ * expert is among them iff fewer than `most` others come before it; four lanes count. */
 static __device__ int add_best(bench *w, int experts, int most, bool positive)
 {
-    uint32_t picked = 0; /* bit k: expert threadIdx.x + k * blockDim.x */
     if (threadIdx.x == 0)
-        w->added = 0;
+        w->rivals = 0;
     __syncthreads();
-    for (int e = threadIdx.x, k = 0; e < experts; e += blockDim.x, k++) {
-        uint64_t mine = value_at(w, e);
-        if (in_set(w->set, e) || (positive && mine == 0))
-            continue;
-        int before = 0;
-        for (int x = 0; x < experts; x++)
-            before += !in_set(w->set, x) && (value_at(w, x) > mine || (value_at(w, x) == mine && x < e));
-        picked |= (uint32_t)(before < most) << k;
-    }
-    __syncthreads();
-    for (int e = threadIdx.x, k = 0; e < experts; e += blockDim.x, k++)
-        if (picked >> k & 1) {
-            atomicOr(&w->set[e >> 5], 1u << (e & 31));
-            atomicAdd(&w->added, 1);
+    for (int e = threadIdx.x; e < experts; e += blockDim.x)
+        if (!in_set(w, e) && (w->value[e] > 0 || !positive)) {
+            int at = atomicAdd(&w->rivals, 1);
+            w->rival[at] = w->value[e];
+            w->name[at] = (uint16_t)e;
         }
     __syncthreads();
-    return w->added;
-}
-
-static __device__ void clear_values(bench *w, int experts)
-{
-    for (int e = threadIdx.x; e < experts; e += blockDim.x)
-        w->low[e] = w->high[e] = 0;
-    if (threadIdx.x == 0)
-        w->under = 0;
+    int rivals = w->rivals;
+    for (int base = 0; base < rivals; base += blockDim.x / 4) {
+        int i = base + threadIdx.x / 4, before = 0;
+        uint64_t mine = i < rivals ? w->rival[i] : 0;
+        int e = i < rivals ? w->name[i] : 0;
+        for (int x = threadIdx.x % 4; x < rivals; x += 4) {
+            uint64_t other = w->rival[x];
+            before += other > mine || (other == mine && w->name[x] < e);
+        }
+        before += __shfl_xor_sync(EVERY_LANE, before, 1);
+        before += __shfl_xor_sync(EVERY_LANE, before, 2);
+        if (i < rivals && before < most && threadIdx.x % 4 == 0)
+            atomicOr(&w->set[e >> 5], 1u << (e & 31));
+    }
     __syncthreads();
+    return rivals < most ? rivals : most;
 }
 
-/* The rows below the floor, and what each expert would do for them. */
-static __device__ int weigh(bench *w, const building &b, int first, int last)
+/* This thread's rows below the floor, and what each expert outside would do for them. done: rows that have been above;
+ * they stay so, since the set only grows. */
+static __device__ void weigh(bench *w, int bank, const building &b, int64_t from, int64_t last, int64_t step,
+                             uint64_t *done)
 {
-    int under = 0;
-    clear_values(w, b.r.experts);
-    for (int t = first + threadIdx.x; t < last; t += blockDim.x) {
-        const int32_t *id = b.id + (int64_t)t * b.width;
-        const float *score = b.score + (int64_t)t * b.width;
+    int under = 0, k = 0;
+    for (int64_t t = from; t < last; t += step, k++) {
+        uint64_t bit = k < 64 ? 1ull << k : 0;
+        if (*done & bit)
+            continue;
+        const uint16_t *id = b.id + t;
+        const float *score = b.score + t;
         float floor = b.floor[t], covered = 0;
-        if (floor < 0) /* not a row of an active block: it has no candidates */
-            continue;
-        for (int j = 0; j < b.width && id[j] >= 0; j++)
-            if (in_set(w->set, id[j]))
-                covered = __fadd_rn(covered, score[j]);
+        if (floor >= 0) {
+#pragma unroll 8
+            for (int j = 0; j < b.width; j++) {
+                int e = id[j * b.stride];
+                float s = score[j * b.stride];
+                covered = e != NOBODY && in_set(w, e) ? __fadd_rn(covered, s) : covered;
+            }
+        }
         float need = __fsub_rn(floor, covered);
-        if (!(need > 0))
+        if (!(need > 0)) {
+            *done |= bit;
             continue;
+        }
         under++;
-        for (int j = 0; j < b.width && id[j] >= 0; j++) {
-            int64_t gain = atlas_fixed(__fmul_rn(b.a.mass_weight, score[j] < need ? score[j] : need));
-            if (__fadd_rn(covered, score[j]) >= floor)
+#pragma unroll 8
+        for (int j = 0; j < b.width; j++) {
+            int e = id[j * b.stride];
+            float s = score[j * b.stride];
+            if (e == NOBODY || in_set(w, e))
+                continue;
+            int64_t gain = atlas_fixed(__fmul_rn(b.a.mass_weight, s < need ? s : need));
+            if (__fadd_rn(covered, s) >= floor)
                 gain += ATLAS_ONE;
-            add_value(w, id[j], gain);
+            add_value(w, bank, e, gain);
         }
     }
     under = __reduce_add_sync(EVERY_LANE, under);
     if (threadIdx.x % WARP == 0 && under > 0)
-        atomicAdd(&w->under, under);
-    __syncthreads();
-    return w->under;
+        atomicAdd(&w->under[bank], under);
 }
 
-/* Builds the support; false: it could not reach q. */
-static __device__ bool build(bench *w, const building &b, int first, int last, int rows, int *rounds)
+/* Builds the support into each block's set; false: it could not reach q. */
+template <int BLOCKS>
+static __device__ bool build(bench *w, const building &b, const cohort_range &range, int *rounds)
 {
-    int allowed = atlas_allowed(rows, b.a.covered_share);
-    clear_values(w, b.r.experts);
-    for (int t = first * b.width + threadIdx.x; t < last * b.width; t += blockDim.x)
-        if (b.floor[t / b.width] >= 0 && b.id[t] >= 0)
-            add_value(w, b.id[t], atlas_fixed(b.score[t]));
-    __syncthreads();
+    int allowed = atlas_allowed(range.rows, b.a.covered_share), bank = 0;
+    int64_t from = range.first + (int)(blockIdx.x % BLOCKS * blockDim.x + threadIdx.x), step = BLOCKS * blockDim.x;
+    uint64_t done = 0;
+    bool reached = false;
+    for (int64_t t = from; t < range.last; t += step)
+        if (b.floor[t] >= 0)
+#pragma unroll 8
+            for (int j = 0; j < b.width; j++) {
+                int e = b.id[j * b.stride + t];
+                if (e != NOBODY)
+                    add_value(w, bank, e, atlas_fixed(b.score[j * b.stride + t]));
+            }
+    gather<BLOCKS>(w, bank, b.r.experts);
     add_best(w, b.r.experts, b.a.budget, false);
     for (;;) {
-        if (weigh(w, b, first, last) <= allowed)
-            return true;
+        bank ^= 1;
+        weigh(w, bank, b, from, range.last, step, &done);
+        gather<BLOCKS>(w, bank, b.r.experts);
+        reached = w->all_under <= allowed;
+        if (reached)
+            break;
         ++*rounds;
         if (add_best(w, b.r.experts, b.a.repair_step, true) == 0)
-            return false;
+            break;
     }
+    meet_all<BLOCKS>(); /* no block leaves while others read its values */
+    return reached;
 }
 
-static __global__ void build_kernel(building b)
+template <int BLOCKS>
+static __global__ void __launch_bounds__(BLOCKS > 1 ? SPREAD_THREADS : BUILD_THREADS, 1)
+    build_kernel(const __grid_constant__ building b)
 {
     __shared__ bench w;
-    int cohort = blockIdx.x, words = (int)b.p.support.cols - 1;
+    int cohort = blockIdx.x / BLOCKS, words = (int)b.p.support.cols - 1, slot_count = b.s.slot_count;
+    bool first_block = blockIdx.x % BLOCKS == 0;
     const slot *all = (const slot *)b.s.slot.data;
-    cohort_range range = b.range[cohort];
     if (threadIdx.x == 0)
-        w.lead = b.s.slot_count;
+        w.lead = slot_count;
     if (threadIdx.x < WORDS_MOST)
         w.set[threadIdx.x] = 0;
+    if (threadIdx.x < 2)
+        w.under[threadIdx.x] = 0;
+    for (int e = threadIdx.x; e < b.r.experts; e += blockDim.x)
+        w.low[0][e] = w.high[0][e] = 0;
     __syncthreads();
-    int end = (cohort + 1) * b.k.cohort < b.s.slot_count ? (cohort + 1) * b.k.cohort : b.s.slot_count;
+    after_previous();
+    let_next();
+    cohort_range range = b.range[cohort];
+    int32_t *support = support_of(b.p, b.layer, cohort), flag = support[words];
+    int end = (cohort + 1) * b.k.cohort < slot_count ? (cohort + 1) * b.k.cohort : slot_count;
     for (int i = cohort * b.k.cohort + threadIdx.x; i < end; i += blockDim.x)
         if (all[i].path >= PATH_COLD)
             atomicMin(&w.lead, i);
-    __syncthreads(); /* every thread has read the range */
-    if (threadIdx.x == 0)
+    meet_all<BLOCKS>(); /* every thread has read range and flag */
+    if (first_block && threadIdx.x == 0)
         b.range[cohort] = cohort_range{};
-    if (w.lead == b.s.slot_count)
+    if (w.lead == slot_count)
         return;
     const slot *lead = all + w.lead;
-    int32_t *support = support_of(b.p, b.layer, cohort), flag = support[words];
     bool cold = lead->path == PATH_COLD, tested = !cold && flag == SUPPORT_HOLDS;
     bool wanted = cold || slot_update_due(lead->iteration, lead->since_update, &b.k);
     bool rebuilt = tested && !wanted && range.under > atlas_allowed(range.rows, b.a.covered_share);
     bool made = (wanted || rebuilt) && range.rows > 0;
     int rounds = 0;
-    __syncthreads(); /* every thread has read the flag */
     if (made)
-        flag = build(&w, b, range.first, range.last, range.rows, &rounds) ? SUPPORT_HOLDS : SUPPORT_UNIVERSE;
-    if (threadIdx.x < WARP) {
+        flag = build<BLOCKS>(&w, b, range, &rounds) ? SUPPORT_HOLDS : SUPPORT_UNIVERSE;
+    if (first_block && threadIdx.x < WARP) {
         int lane = threadIdx.x, size = 0;
         for (int k = lane; k < words; k += WARP) {
             if (made)
@@ -281,10 +416,10 @@ static __global__ void build_kernel(building b)
     }
 }
 
-template <int N> static void launch(cuda *c, const building &b)
+template <int N> static status launch_test(cuda *c, const building &b)
 {
-    unsigned grid = cuda_grid(c, (b.in.fresh.rows + WARPS - 1) / WARPS, WAVES);
-    candidates_kernel<N><<<grid, THREADS, WARPS * sizeof(uint32_t) * (size_t)b.r.experts, c->stream>>>(b);
+    return launch(c, "coverage test", test_kernel<N>, cuda_grid(c, (b.in.fresh.rows + WARPS - 1) / WARPS, WAVES), THREADS,
+                  WARPS * queue_bytes<N>(), b);
 }
 
 extern "C" status cuda_support(backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in,
@@ -301,15 +436,19 @@ extern "C" status cuda_support(backend *b, plans *p, int layer, const tensor *z,
     if (st == OK)
         st = cuda_grow(c, &c->ranges, sizeof(cohort_range) * (size_t)p->cohort_count, "the cohorts of the Atlas");
     if (st == OK)
-        st = cuda_scratch(c, &room, rows * ((size_t)width * (sizeof(int32_t) + sizeof(float)) + sizeof(float)) + 256);
+        st = cuda_scratch(c, &room, rows * ((size_t)width * (sizeof(float) + sizeof(uint16_t)) + sizeof(float)) + 256);
     if (st != OK)
         return st;
-    building g = {*p, layer, *z, (const float *)bias->data, *in, *s, *r, *a, *k, width, (cohort_range *)c->ranges.data,
-                  (int32_t *)room, NULL, NULL};
-    g.score = (float *)(g.id + rows * (size_t)width);
-    g.floor = g.score + rows * (size_t)width;
-    UNIVERSE_LAUNCH(r->experts, launch, (c, g));
-    int threads = (int64_t)k->cohort * k->block_size > 1024 ? BUILD_MOST : THREADS;
-    build_kernel<<<(unsigned)p->cohort_count, threads, 0, c->stream>>>(g);
-    return CUDA_LAUNCHED("support");
+    building g = {*p, layer, *z, (const float *)bias->data, *in, *s, *r, *a, *k, width, (cohort_range *)c->ranges.data};
+    g.stride = (int64_t)rows;
+    g.floor = (float *)room;
+    g.score = g.floor + rows;
+    g.id = (uint16_t *)(g.score + rows * (size_t)width);
+    UNIVERSE_LAUNCH(st, r->experts, launch_test, (c, g));
+    if (st != OK)
+        return st;
+    if (c->overlaps && (int64_t)k->cohort * k->block_size > SMALL_ROWS)
+        return launch_clusters(c, "support", build_kernel<SPREAD>, (unsigned)p->cohort_count * SPREAD, SPREAD_THREADS, 0,
+                               SPREAD, g);
+    return launch(c, "support", build_kernel<1>, (unsigned)p->cohort_count, BUILD_THREADS, 0, g);
 }

@@ -2,7 +2,7 @@
  *
  * Three kernels, chosen by type and shape of the weight alone, so that a row's bits never depend on how many there are:
  *   BF16 weight of whole 64 x 64 boxes on a Hopper GPU   the persistent product of gemm.cuh
- *   F32 weight (the router) of whole 16 x 32 pieces      tensor cores on an exact split of the weight: router.cu
+ *   F32 weight (the router) on a Hopper GPU              tensor cores on an exact split of the weight: router.cu
  *   anything else                                        a tile of shared memory and fp32 sums, below */
 #include "cuda/gemm.cuh"
 
@@ -142,7 +142,7 @@ extern "C" status cuda_matmul(backend *b, tensor *y, const tensor *x, const tens
         dense_op op = {(const bf16 *)x->data, *x, *y, (int)w->rows, (int)w->cols, c->sm_count};
         return st == OK ? gemm_launch(c, map, op, w->rows / 64 * ((x->rows + 7) / 8), "product") : st;
     }
-    if (w->type == F32 && y->type == F32 && w->rows % 16 == 0 && w->cols % 32 == 0 && aligned(w) && aligned(x))
+    if (w->type == F32 && y->type == F32 && aligned(w) && aligned(x) && cuda_is_hopper(c))
         return cuda_router(c, y, x, w);
     unsigned grid = cuda_grid(c, (w->rows + PLAIN - 1) / PLAIN * ((x->rows + PLAIN - 1) / PLAIN), 8);
     if (w->type == BF16)

@@ -68,22 +68,37 @@ static __device__ __forceinline__ void let_next()
 #endif
 }
 
+/* In clusters of `cluster` blocks; 1: none. */
 template <typename... PARAMETERS, typename... ARGUMENTS>
-static status launch(cuda *c, const char *what, void (*kernel)(PARAMETERS...), dim3 grid, dim3 block, size_t shared,
-                     ARGUMENTS &&...arguments)
+static status launch_clusters(cuda *c, const char *what, void (*kernel)(PARAMETERS...), dim3 grid, dim3 block,
+                              size_t shared, unsigned cluster, ARGUMENTS &&...arguments)
 {
     cudaLaunchConfig_t how = {};
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute set[2] = {};
     how.gridDim = grid;
     how.blockDim = block;
     how.dynamicSmemBytes = shared;
     how.stream = c->stream;
-    how.attrs = &early;
-    how.numAttrs = c->overlaps && !c->ordered ? 1 : 0;
+    how.attrs = set;
+    if (c->overlaps && !c->ordered) {
+        set[how.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        set[how.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        set[how.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        set[how.numAttrs].val.clusterDim.x = cluster;
+        set[how.numAttrs].val.clusterDim.y = set[how.numAttrs].val.clusterDim.z = 1;
+        how.numAttrs++;
+    }
     c->ordered = false;
     return cuda_check(cudaLaunchKernelEx(&how, kernel, PARAMETERS(arguments)...), what, __FILE__, __LINE__);
+}
+
+template <typename... PARAMETERS, typename... ARGUMENTS>
+static status launch(cuda *c, const char *what, void (*kernel)(PARAMETERS...), dim3 grid, dim3 block, size_t shared,
+                     ARGUMENTS &&...arguments)
+{
+    return launch_clusters(c, what, kernel, grid, block, shared, 1, arguments...);
 }
 
 static __device__ __forceinline__ float warp_sum(float x)
@@ -155,7 +170,7 @@ static __device__ __forceinline__ float lane_exp(float x)
 
 static __device__ __forceinline__ float lane_sigmoid(float x)
 {
-    return __fdiv_rn(1.0f, __fadd_rn(1.0f, lane_exp(-x)));
+    return __frcp_rn(__fadd_rn(1.0f, lane_exp(-x)));
 }
 
 /* Ascending with the number; 0 for -inf's stand-in and NaN, which are never the largest. */

@@ -86,6 +86,19 @@ static __device__ __forceinline__ int32_t cluster_load(uint32_t at, int rank)
     return value;
 }
 
+/* The same of four floats. */
+static __device__ __forceinline__ float4 cluster_load4(uint32_t at, int rank)
+{
+    uint32_t there;
+    float4 v;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(there)
+                 : "memory");
+    return v;
+}
+
 /* ---- copies */
 
 /* A box of a tensor of five dimensions into shared memory; completes on the barrier. One thread calls. */
@@ -107,6 +120,13 @@ static __device__ __forceinline__ void copy_box2(uint32_t to, const CUtensorMap 
         "[%2];" ::"r"(to),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1)
         : "memory");
+}
+
+/* Asks for the same box into the L2 cache. */
+static __device__ __forceinline__ void prefetch_box2(const CUtensorMap *map, int c0, int c1)
+{
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1)
+                 : "memory");
 }
 
 static __device__ __forceinline__ void prefetch_map(const CUtensorMap *map)
@@ -290,6 +310,27 @@ EPOCH_PRODUCT(224, 27, "112", "113", "114")
 EPOCH_PRODUCT(240, 29, "120", "121", "122")
 EPOCH_PRODUCT(256, 31, "128", "129", "130")
 
+/* product_held<N>: the same with a in registers. Thread t of the warpgroup gives of rows 16 (t / 32) + (t % 32) / 4 and
+ * that + 8 the columns 2 (t % 4) and the next: a[0], a[1]; and the columns 8 further: a[2], a[3]. */
+template <int N> struct product_held;
+#define EPOCH_PRODUCT_HELD(N, J, A0, A1, A2, A3, B, P)                                                         \
+    template <> struct product_held<N> {                                                                       \
+        template <int COUNT>                                                                                   \
+        static __device__ __forceinline__ void run(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b,      \
+                                                   int add)                                                    \
+        {                                                                                                      \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                       \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" EPOCH_R##J               \
+                         "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 0;\n}"                     \
+                         : EPOCH_D##J                                                                          \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                      \
+        }                                                                                                      \
+    };
+EPOCH_PRODUCT_HELD(16, 1, "8", "9", "10", "11", "12", "13")
+EPOCH_PRODUCT_HELD(32, 3, "16", "17", "18", "19", "20", "21")
+EPOCH_PRODUCT_HELD(64, 7, "32", "33", "34", "35", "36", "37")
+EPOCH_PRODUCT_HELD(128, 15, "64", "65", "66", "67", "68", "69")
+
 /* d[64, N] (+)= a[64, 16] b[16, N]: a in registers, as two column blocks of an accumulator hold it; b by
  * operand_across. */
 #define EPOCH_PRODUCT_ACROSS(N, J, A0, A1, A2, A3, B, P)                                                       \
@@ -332,6 +373,13 @@ static __device__ __forceinline__ void store_across(uint32_t at, uint32_t v0, ui
 static __device__ __forceinline__ void shared_store4(uint32_t at, uint32_t v)
 {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
+static __device__ __forceinline__ float2 shared_load8(uint32_t at)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
+    return v;
 }
 
 static __device__ __forceinline__ uint4 shared_load16(uint32_t at)

@@ -122,7 +122,7 @@ status cuda_support(backend *b, plans *p, int layer, const tensor *z, const tens
                     const slots *s, const route_rule *r, const atlas_rule *a, const block_rule *k);
 /* dense.cu. x BF16; w BF16 (y BF16 or F32), or F32 (the router; y F32, products and sums of fp32 accuracy). */
 status cuda_matmul(backend *b, tensor *y, const tensor *x, const tensor *w);
-/* router.cu: its product with an F32 weight of whole 16 x 32 pieces, rows at 16 bytes; y F32. */
+/* router.cu: its product with an F32 weight on a Hopper GPU, rows of x and w at 16 bytes; y F32. */
 status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor *w);
 /* experts.cu. A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the
  * lane of one rank hands the sums on without touching them; otherwise it is not written. */

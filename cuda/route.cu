@@ -1,10 +1,10 @@
 /* The router: sigmoid scores, a bias that only chooses, group-limited top-k, over all experts or over a support. Twin
- * of src/cpu/route.c. A warp a row. Which experts a cohort's rows chose gathers in `seen`, which `rows` clears and
- * `commit` counts. */
+ * of src/cpu/route.c. A warp takes a run of rows. Which experts a cohort's rows chose gathers in `seen`, which `rows`
+ * clears and `commit` counts. */
 #include "cuda/plans.cuh"
 #include "cuda/universe.cuh"
 
-enum { THREADS = 256, WARPS = THREADS / WARP, WAVES = 8 };
+enum { THREADS = 128, WARPS = THREADS / WARP, WAVES = 8 };
 
 typedef struct routing {
     tensor ids, weights, z;
@@ -18,72 +18,102 @@ typedef struct routing {
     uint32_t *seen; /* [layers, cohorts, words] */
 } routing;
 
-template <int N> static __global__ void route_kernel(routing a)
+/* The chosen by ascending id, with their weights. */
+template <int N>
+static __device__ __forceinline__ void write_row(const routing &a, int i, const universe<N> &u, uint32_t chosen,
+                                                 float *picked)
 {
-    extern __shared__ uint32_t shared[];
-    int lane = threadIdx.x % WARP, words = (int)a.p.support.cols - 1;
-    uint32_t *room = shared + threadIdx.x / WARP * a.r.experts;
-    float *picked = (float *)room; /* scores by ascending id */
-    int64_t n = used_rows(a.in.fresh);
-    for (int64_t i = blockIdx.x * WARPS + threadIdx.x / WARP; i < n; i += gridDim.x * WARPS) {
-        int32_t row = ((const int32_t *)a.in.fresh.data)[i], owner = ((const int32_t *)a.in.slot.data)[row];
-        int32_t cohort = owner / a.k.cohort;
-        const slot *sl = (const slot *)a.s.slot.data + owner;
-        bool sealing = ((const int32_t *)a.in.role.data)[row] == ROW_SEALING;
-        const int32_t *support = NULL;
-        if (a.k.restrict_experts && !sealing && sl->path != PATH_COLD) {
-            support = support_of(a.p, a.layer, cohort);
-            if (support[words] != SUPPORT_HOLDS)
-                support = NULL;
-        }
-        universe<N> u;
-        universe_open(u, row_of<float>(a.z, i), a.bias, support, a.r.experts);
-        if (a.r.top_groups < a.r.groups)
-            universe_limit(u, a.r, room);
-        uint32_t chosen = 0, word = 0;
-        int count = 0;
-        float score;
-        while (count < a.r.top_k && universe_take(u, &score, &chosen) >= 0)
-            count++;
-        int32_t *ids = row_of<int32_t>(a.ids, i);
-        float *weights = row_of<float>(a.weights, i);
-        int before = 0;
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            uint32_t set = __ballot_sync(EVERY_LANE, chosen >> k & 1);
-            if (chosen >> k & 1) {
-                int at = before + __popc(set & ((1u << lane) - 1));
-                ids[at] = k * WARP + lane;
-                picked[at] = u.score[k];
-            }
-            before += __popc(set);
-            word = lane == k ? set : word;
-        }
-        __syncwarp();
-        float sum = 0;
-        for (int k = 0; k < count; k++)
-            sum = __fadd_rn(sum, picked[k]);
-        for (int k = lane; k < a.r.top_k; k += WARP) {
-            float w = 0;
-            if (k < count)
-                w = __fmul_rn(a.r.normalise ? __fdiv_rn(picked[k], __fadd_rn(sum, 1e-20f)) : picked[k], a.r.scale);
-            else
-                ids[k] = -1;
-            weights[k] = w;
-        }
-        __syncwarp();
-        int32_t position = ((const int32_t *)a.in.position.data)[row];
-        if (!sealing && (sl->fresh >> (position % a.k.block_size) & 1) && lane < words) {
-            volatile uint32_t *seen = a.seen + ((int64_t)a.layer * a.p.cohort_count + cohort) * words + lane;
-            if (word & ~*seen) /* most rows find their experts there already */
-                atomicOr((uint32_t *)seen, word);
-        }
+    int lane = threadIdx.x % WARP, mine = __popc(chosen), at = mine;
+    int32_t *ids = row_of<int32_t>(a.ids, i);
+    float *weights = row_of<float>(a.weights, i), sum = 0;
+    for (int d = 1; d < WARP; d *= 2) {
+        int below = __shfl_up_sync(EVERY_LANE, at, d);
+        at += lane >= d ? below : 0;
     }
+    int count = __shfl_sync(EVERY_LANE, at, WARP - 1);
+    at -= mine;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        if (chosen >> n & 1) {
+            ids[at] = lane * N + n;
+            picked[at++] = u.score[n];
+        }
+    __syncwarp();
+    for (int k = 0; k < count; k++)
+        sum = __fadd_rn(sum, picked[k]);
+    for (int k = lane; k < a.r.top_k; k += WARP) {
+        float w = 0;
+        if (k < count)
+            w = __fmul_rn(a.r.normalise ? __fdiv_rn(picked[k], __fadd_rn(sum, 1e-20f)) : picked[k], a.r.scale);
+        else
+            ids[k] = -1;
+        weights[k] = w;
+    }
+    __syncwarp();
 }
 
-template <int N> static void launch(cuda *c, const routing &a, unsigned grid)
+template <int N> static __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_constant__ routing a)
 {
-    route_kernel<N><<<grid, THREADS, WARPS * sizeof(float) * (size_t)a.r.experts, c->stream>>>(a);
+    extern __shared__ __align__(16) uint32_t shared[];
+    int words = (int)a.p.support.cols - 1, warp = threadIdx.x / WARP;
+    uint32_t *room = shared + warp * (queue_bytes<N>() / sizeof *shared);
+    grouping g = grouping_of<N>(a.r);
+    float bias[N];
+    lane_share(bias, a.bias, a.r.experts);
+    after_previous();
+    let_next();
+    int n = (int)used_rows(a.in.fresh), warps = (int)gridDim.x * WARPS, each = (n + warps - 1) / warps;
+    int from = ((int)blockIdx.x * WARPS + warp) * each, to = from + each < n ? from + each : n;
+    uint32_t joined = 0; /* of this lane's experts, chosen by counted rows of `last` */
+    int32_t last = -1;
+    for (int i = from; i < to; i++) {
+        float z[N];
+        lane_share(z, row_of<float>(a.z, i), a.r.experts);
+        int32_t row = ((const int32_t *)a.in.fresh.data)[i], owner = ((const int32_t *)a.in.slot.data)[row];
+        int32_t position = ((const int32_t *)a.in.position.data)[row], cohort = owner / a.k.cohort;
+        bool sealing = ((const int32_t *)a.in.role.data)[row] == ROW_SEALING;
+        const slot *sl = (const slot *)a.s.slot.data + owner;
+        const int32_t *support = support_of(a.p, a.layer, cohort);
+        uint32_t eligible = lane_set<N>(NULL, a.r.experts);
+        if (a.k.restrict_experts) {
+            uint32_t mine = lane_set<N>(support, a.r.experts);
+            if (!sealing && sl->path != PATH_COLD && support[words] == SUPPORT_HOLDS)
+                eligible = mine;
+        }
+        universe<N> u;
+        universe_score(u, z);
+        universe_open(u, bias, eligible);
+        universe_limit(u, g, room);
+        queue q;
+        queue_open(q, u, room);
+        uint32_t chosen = 0;
+#pragma unroll 1
+        for (int k = 0; k < a.r.top_k; k++) {
+            int lead, at;
+            float score;
+            if (!queue_take(q, &lead, &at, &score))
+                break;
+            chosen |= (int)threadIdx.x % WARP == lead ? 1u << at : 0;
+        }
+        __syncwarp();
+        write_row(a, i, u, chosen, (float *)room);
+        if (sealing || !(sl->fresh >> (position % a.k.block_size) & 1))
+            continue;
+        if (cohort != last) {
+            if (last >= 0)
+                lane_join<N>(a.seen + ((int64_t)a.layer * a.p.cohort_count + last) * words, joined, words);
+            last = cohort;
+            joined = 0;
+        }
+        joined |= chosen;
+    }
+    if (last >= 0)
+        lane_join<N>(a.seen + ((int64_t)a.layer * a.p.cohort_count + last) * words, joined, words);
+}
+
+template <int N> static status launch_route(cuda *c, const routing &a, unsigned grid)
+{
+    return launch(c, "route", route_kernel<N>, grid, THREADS, WARPS * queue_bytes<N>(), a);
 }
 
 extern "C" status cuda_route(backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p,
@@ -101,6 +131,6 @@ extern "C" status cuda_route(backend *b, tensor *ids, tensor *weights, const ten
         return st;
     c->experts = r->experts;
     routing a = {*ids, *weights, *z, (const float *)bias->data, *p, layer, *in, *s, *r, *k, (uint32_t *)c->seen.data};
-    UNIVERSE_LAUNCH(r->experts, launch, (c, a, cuda_grid(c, (in->fresh.rows + WARPS - 1) / WARPS, WAVES)));
-    return CUDA_LAUNCHED("route");
+    UNIVERSE_LAUNCH(st, r->experts, launch_route, (c, a, cuda_grid(c, (in->fresh.rows + WARPS - 1) / WARPS, WAVES)));
+    return st;
 }

@@ -1,120 +1,335 @@
-/* The router: y[n, E] = x[n, H] w[E, H]^T, BF16 activations and fp32 weights, for weights of whole 16 x 32 pieces.
+/* The router on Hopper GPUs: y[n, E] = x[n, H] w[E, H]^T, BF16 activations and fp32 weights, on tensor cores.
  *
  * w = a + b + c, each BF16: 8 bits of its 24 a piece, so that the split is exact (down to 2^-110 or so), as every
  * product with a BF16 is in fp32. What is lost is lost in the sums of fp32.
  *
- * A block of eight warps takes MT x 16 experts by NT x 8 tokens; warp i the pieces of 32 of the inner dimension whose
- * number is i modulo 8, and the eight sums are added in order. Lane q of a group of four takes eight neighbours of the
- * 32, for both operands alike: a product does not care which of its terms comes where. */
+ * The weights are the M side: a warpgroup splits its 64 experts in registers on their way from shared memory, and
+ * multiplies the three pieces by a tile of tokens. The inner dimension is cut into CHUNKS parts, by its length alone;
+ * within a chunk one accumulator runs from its start, 16 by 16, the smallest piece first, and the chunks' sums are
+ * added in order. Two kernels do that alike, so that a row's bits never depend on how many rows there are:
+ *   few    a block a chunk of 64 experts by up to 128 tokens; the blocks of a cluster add their chunks up
+ *   many   a block goes through all chunks of 128 experts by 128 tokens
+ * Where the worst case allows both, both are launched, and the rows used decide which of them works. */
 #include "cuda/device.cuh"
 #include "cuda/hopper.cuh"
+#include "cuda/maps.h"
 
-enum { ROUTER_WARPS = 8, ROUTER_THREADS = ROUTER_WARPS * WARP };
+enum {
+    CHUNKS = 8,
+    EXPERTS = 64,                 /* of a warpgroup */
+    TOKENS = 128,                 /* most of a tile */
+    BOX = EXPERTS * TILE_ROW,     /* bytes of 64 experts by 32 fp32 */
+    FEW_ROWS = 4096,              /* up to so many rows are few */
+    FEW_THREADS = 128 + WARP,     /* a warpgroup multiplies, a warp feeds */
+    MANY_THREADS = 3 * 128,       /* the third warpgroup feeds */
+    STAGES = 4,                   /* most */
+    FEW_RING = 96 * 1024,         /* two blocks an SM */
+    MANY_RING = STAGES * (4 * BOX + TOKENS * TILE_ROW),
+    SUMS_ROW = EXPERTS + 4        /* floats of a token in the room where the cluster adds up */
+};
 
-static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
+typedef struct router {
+    tensor y, x;
+    int experts, steps; /* steps of TILE_K of the inner dimension */
+    int tokens;         /* of a tile */
+    int from, to;       /* this kernel works on from <= n < to rows */
+} router;
+
+static __device__ __forceinline__ int chunk_steps(const router &r)
 {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
-        "%2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    return (r.steps + CHUNKS - 1) / CHUNKS;
 }
 
-/* Two neighbours, split into three pairs. */
-static __device__ __forceinline__ void split(float x, float y, uint32_t &high, uint32_t &middle, uint32_t &low)
+/* ---- the ring: a stage is TILE_K of the inner dimension, boxes of weights (side by side: 32 and 32 of a side's 64
+ * experts, then the next side's) and a box of tokens */
+
+typedef struct ring {
+    uint32_t at, full, empty; /* barriers, 8 bytes a stage */
+    int stages, stage_bytes, token_at;
+} ring;
+
+typedef struct place {
+    int stage;
+    uint32_t parity;
+} place;
+
+static __device__ __forceinline__ void next(place &p, const ring &g)
 {
-    __nv_bfloat162 h = __floats2bfloat162_rn(x, y);
-    float x1 = x - __low2float(h), y1 = y - __high2float(h);
-    __nv_bfloat162 m = __floats2bfloat162_rn(x1, y1);
-    high = *(uint32_t *)&h;
-    middle = *(uint32_t *)&m;
-    low = pair(x1 - __low2float(m), y1 - __high2float(m));
+    if (++p.stage == g.stages) {
+        p.stage = 0;
+        p.parity ^= 1;
+    }
 }
 
-template <int MT, int NT>
-static __device__ __forceinline__ void router_tile(tensor &y, const tensor &x, const tensor &w, int64_t n, int64_t out,
-                                                   int64_t first, float *room)
+/* One thread sets it up. */
+static __device__ void ring_open(const ring &g, uint32_t readers)
 {
-    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP, row = lane / 4, quad = lane % 4;
-    float sums[MT][NT][4] = {};
-    for (int64_t k = warp * 32 + quad * 8; k < x.cols; k += ROUTER_WARPS * 32) {
-        uint4 b[NT];
+    for (int i = 0; i < g.stages; i++) {
+        barrier_init(g.full + 8 * (uint32_t)i, 1);
+        barrier_init(g.empty + 8 * (uint32_t)i, readers);
+    }
+    barrier_init_done();
+}
+
+/* One thread fills the stages of steps [from, to). */
+static __device__ void feed(const ring &g, place &p, const CUtensorMap *weights, const CUtensorMap *tokens, int sides,
+                            int expert, int token, int from, int to)
+{
+    for (int k = from; k < to; k++) {
+        uint32_t at = g.at + (uint32_t)(p.stage * g.stage_bytes), full = g.full + 8 * (uint32_t)p.stage;
+        barrier_wait(g.empty + 8 * (uint32_t)p.stage, p.parity);
+        barrier_expect(full, (uint32_t)g.stage_bytes);
+        for (int b = 0; b < 2 * sides; b++) /* 32 fp32 are 64 elements of BF16 to the copy engine */
+            copy_box2(at + (uint32_t)(b * BOX), weights, full, (2 * k + b % 2) * TILE_K, expert + b / 2 * EXPERTS);
+        copy_box2(at + (uint32_t)g.token_at, tokens, full, k * TILE_K, token);
+        next(p, g);
+    }
+}
+
+/* ---- products */
+
+/* Two neighbours, split into three pairs: each piece is the upper half of what the one before it left. */
+static __device__ __forceinline__ void split(float2 v, uint32_t &high, uint32_t &middle, uint32_t &low)
+{
+    uint32_t a = __float_as_uint(v.x), b = __float_as_uint(v.y);
+    high = __byte_perm(a, b, 0x7632);
+    float x = v.x - __uint_as_float(a & 0xffff0000u), y = v.y - __uint_as_float(b & 0xffff0000u);
+    a = __float_as_uint(x), b = __float_as_uint(y);
+    middle = __byte_perm(a, b, 0x7632);
+    x -= __uint_as_float(a & 0xffff0000u), y -= __uint_as_float(b & 0xffff0000u);
+    low = __byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632);
+}
+
+/* Which of eight neighbouring experts the rows lane / 4 of a tile are: in this order the rows that a half warp reads
+ * together lie in different banks. */
+static __device__ __forceinline__ int expert_of_row(int lane)
+{
+    int g = lane / 4;
+    return 2 * (g % 4) + g / 4;
+}
+
+/* The pieces, low to high, of this thread's part of 64 experts by 16 of the inner dimension. w: its first row in the
+ * box, at its place in the first 8 fp32; chunk: of 16 bytes, where the 16 begin. */
+static __device__ __forceinline__ void take(uint32_t (&piece)[3][4], uint32_t w, uint32_t chunk)
+{
+    float2 v[4];
 #pragma unroll
-        for (int j = 0; j < NT; j++) {
-            int64_t token = first + 8 * j + row;
-            b[j] = token < n ? *(const uint4 *)(row_of<bf16>(x, token) + k) : uint4{0, 0, 0, 0};
+    for (uint32_t i = 0; i < 4; i++)
+        v[i] = shared_load8((w ^ (chunk + i / 2 * 2) << 4) + i % 2 * ATOM);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        split(v[i], piece[2][i], piece[1][i], piece[0][i]);
+}
+
+/* The registers of a piece are in use until here. */
+static __device__ __forceinline__ void keep(const uint32_t (&piece)[3][4])
+{
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+        asm volatile("" ::"r"(piece[i][0]), "r"(piece[i][1]), "r"(piece[i][2]), "r"(piece[i][3]) : "memory");
+}
+
+static __device__ __forceinline__ void release(const ring &g, int stage)
+{
+    if (threadIdx.x % WARP == 0)
+        barrier_arrive(g.empty + 8 * (uint32_t)stage);
+}
+
+/* acc[64 experts, N tokens] = the products of `steps` stages, steps > 0. */
+template <int N, int COUNT>
+static __device__ __forceinline__ void multiply(float (&acc)[COUNT], const ring &g, place &p, int steps, int side)
+{
+    int lane = (int)threadIdx.x % WARP, row = (int)threadIdx.x % 128 / WARP * 16 + expert_of_row(lane), before = 0;
+    uint32_t mine = (uint32_t)(2 * side * BOX + row * TILE_ROW + (((lane % 4 / 2) ^ (row & 7)) << 4) + lane % 2 * 8);
+    uint32_t piece[2][3][4];
+    for (int k = 0; k < steps; k++) {
+        uint32_t at = g.at + (uint32_t)(p.stage * g.stage_bytes);
+        uint64_t x = operand(at + (uint32_t)g.token_at);
+        barrier_wait(g.full + 8 * (uint32_t)p.stage, p.parity);
+#pragma unroll
+        for (int i = 0; i < TILE_K / 16; i++) {
+            take(piece[i % 2], at + mine + (uint32_t)(i / 2 * BOX), (uint32_t)(i % 2 * 4));
+            products_begin();
+            product_held<N>::run(acc, piece[i % 2][0], x + 2 * i, i > 0 ? 1 : k);
+            product_held<N>::run(acc, piece[i % 2][1], x + 2 * i, 1);
+            product_held<N>::run(acc, piece[i % 2][2], x + 2 * i, 1);
+            products_commit();
+            products_wait<1>(); /* the pieces of the products before these may be written again */
+            keep(piece[(i + 1) % 2]);
+            if (i == 0 && k > 0)
+                release(g, before);
+        }
+        before = p.stage;
+        next(p, g);
+    }
+    products_wait<0>();
+    hold(acc);
+    keep(piece[1]);
+    release(g, before);
+}
+
+/* ---- few */
+
+/* This chunk's sums into the room, [token, expert]. */
+template <int N> static __device__ __forceinline__ void few_chunk(float *room, const ring &g, int steps)
+{
+    float acc[N / 2] = {};
+    place p = {0, 0};
+    multiply<N>(acc, g, p, steps, 0);
+    meet(1, 128); /* the room lies where the ring was */
+    int lane = (int)threadIdx.x % WARP, row = (int)threadIdx.x / WARP * 16 + expert_of_row(lane);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+        room[(i / 4 * 8 + lane % 4 * 2 + i % 2) * SUMS_ROW + row + i % 4 / 2 * 8] = acc[i];
+}
+
+static __global__ void __launch_bounds__(FEW_THREADS, 2)
+    few_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens, router r)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t room[];
+    __shared__ uint64_t barrier[2 * STAGES];
+    int rank = (int)blockIdx.x % CHUNKS, tile = (int)blockIdx.x / CHUNKS, across = (r.experts + EXPERTS - 1) / EXPERTS;
+    int out = tile % across * EXPERTS, first = tile / across * r.tokens, per = chunk_steps(r), from = rank * per;
+    int to = from + per < r.steps ? from + per : r.steps, chunks = (r.steps + per - 1) / per;
+    ring g = {.at = shared_at(room), .full = shared_at(barrier), .token_at = 2 * BOX};
+    g.empty = g.full + 8 * STAGES;
+    g.stage_bytes = g.token_at + r.tokens * TILE_ROW;
+    g.stages = FEW_RING / g.stage_bytes < STAGES ? FEW_RING / g.stage_bytes : STAGES;
+    if (threadIdx.x == 128) {
+        ring_open(g, 4);
+        if (first == 0)
+            for (int k = from; k < to; k++)
+                for (int h = 0; h < 2; h++)
+                    prefetch_box2(&weights, (2 * k + h) * TILE_K, out);
+    }
+    __syncthreads();
+    after_previous();
+    let_next();
+    int n = (int)used_rows(r.x);
+    if (n < r.from || n >= r.to || first >= n)
+        return;
+    int rows = n - first < r.tokens ? n - first : r.tokens;
+    if (threadIdx.x == 128) {
+        place p = {0, 1};
+        feed(g, p, &weights, &tokens, 1, out, first, from, to);
+    } else if (threadIdx.x < 128 && from < to) {
+        float *sums = (float *)room;
+        if (rows <= 16)
+            few_chunk<16>(sums, g, to - from);
+        else if (rows <= 32)
+            few_chunk<32>(sums, g, to - from);
+        else if (rows <= 64)
+            few_chunk<64>(sums, g, to - from);
+        else
+            few_chunk<128>(sums, g, to - from);
+    }
+    __syncwarp();
+    cluster_meet();
+    int part = (rows + CHUNKS - 1) / CHUNKS; /* tokens that this block adds up */
+    for (int i = (int)threadIdx.x; i < part * (EXPERTS / 4); i += FEW_THREADS) {
+        int token = rank * part + i / (EXPERTS / 4), e = i % (EXPERTS / 4) * 4;
+        if (token >= rows)
+            break;
+        uint32_t at = g.at + (uint32_t)(token * SUMS_ROW + e) * 4;
+        float4 sum = cluster_load4(at, 0);
+        for (int c = 1; c < chunks; c++) {
+            float4 v = cluster_load4(at, c);
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        float *to_row = row_of<float>(r.y, first + token) + out + e, all[4] = {sum.x, sum.y, sum.z, sum.w};
+        for (int j = 0; j < 4 && out + e + j < r.experts; j++)
+            to_row[j] = all[j];
+    }
+    cluster_meet(); /* no block leaves while others read its sums */
+#else
+    (void)weights, (void)tokens, (void)r;
+    __trap(); /* the launcher's caller asks cuda_is_hopper */
+#endif
+}
+
+/* ---- many */
+
+static __global__ void __launch_bounds__(MANY_THREADS, 1)
+    many_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens, router r)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t room[];
+    __shared__ uint64_t barrier[2 * STAGES];
+    ring g = {.at = shared_at(room), .full = shared_at(barrier), .stages = STAGES, .token_at = 4 * BOX};
+    g.empty = g.full + 8 * STAGES;
+    g.stage_bytes = g.token_at + TOKENS * TILE_ROW;
+    if (threadIdx.x == 0)
+        ring_open(g, 8);
+    __syncthreads();
+    after_previous();
+    let_next();
+    int n = (int)used_rows(r.x), across = (r.experts + 2 * EXPERTS - 1) / (2 * EXPERTS), per = chunk_steps(r);
+    int tiles = n < r.from || n >= r.to ? 0 : across * ((n + TOKENS - 1) / TOKENS), side = (int)threadIdx.x / 128;
+    place p = {0, side == 2};
+    if (side == 2) {
+        registers_fewer<40>();
+        if (threadIdx.x == 256)
+            for (int t = (int)blockIdx.x; t < tiles; t += (int)gridDim.x)
+                feed(g, p, &weights, &tokens, 2, t % across * 2 * EXPERTS, t / across * TOKENS, 0, r.steps);
+        return;
+    }
+    registers_more<232>();
+    int lane = (int)threadIdx.x % WARP, row = (int)threadIdx.x / WARP * 16 + expert_of_row(lane);
+    for (int t = (int)blockIdx.x; t < tiles; t += (int)gridDim.x) {
+        int expert = t % across * 2 * EXPERTS + row, first = t / across * TOKENS + lane % 4 * 2;
+        float sum[TOKENS / 2];
+        for (int k = 0; k < r.steps; k += per) {
+            float acc[TOKENS / 2];
+            multiply<TOKENS>(acc, g, p, r.steps - k < per ? r.steps - k : per, side);
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; i++)
+                sum[i] = k == 0 ? acc[i] : sum[i] + acc[i];
         }
 #pragma unroll
-        for (int i = 0; i < MT; i++) {
-            const float4 *w0 = (const float4 *)(row_of<float>(w, out + 16 * i + row) + k);
-            const float4 *w1 = (const float4 *)(row_of<float>(w, out + 16 * i + row + 8) + k);
-#pragma unroll
-            for (int h = 0; h < 2; h++) { /* four of the eight neighbours: one product of 16 */
-                uint32_t high[4], middle[4], low[4];
-                float4 u = w0[h], v = w1[h];
-                split(u.x, u.y, high[0], middle[0], low[0]);
-                split(v.x, v.y, high[1], middle[1], low[1]);
-                split(u.z, u.w, high[2], middle[2], low[2]);
-                split(v.z, v.w, high[3], middle[3], low[3]);
-#pragma unroll
-                for (int j = 0; j < NT; j++) {
-                    uint32_t b0 = h ? b[j].z : b[j].x, b1 = h ? b[j].w : b[j].y;
-                    mma(sums[i][j], low, b0, b1);
-                    mma(sums[i][j], middle, b0, b1);
-                    mma(sums[i][j], high, b0, b1);
-                }
-            }
+        for (int i = 0; i < TOKENS / 2; i++) {
+            int token = first + i / 4 * 8 + i % 2, e = expert + i % 4 / 2 * 8;
+            if (token < n && e < r.experts)
+                row_of<float>(r.y, token)[e] = sum[i];
         }
     }
-    enum { EXPERTS = 16 * MT, TOKENS = 8 * NT, STEP = EXPERTS + 1 };
-#pragma unroll
-    for (int i = 0; i < MT; i++)
-#pragma unroll
-        for (int j = 0; j < NT; j++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                room[(warp * TOKENS + 8 * j + 2 * quad + e % 2) * STEP + 16 * i + row + e / 2 * 8] = sums[i][j][e];
-    __syncthreads();
-    for (int at = (int)threadIdx.x; at < EXPERTS * TOKENS; at += ROUTER_THREADS) {
-        int token = at / EXPERTS, e = at % EXPERTS;
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < ROUTER_WARPS; i++)
-            sum += room[(i * TOKENS + token) * STEP + e];
-        if (first + token < n)
-            row_of<float>(y, first + token)[out + e] = sum;
-    }
-    __syncthreads();
+#else
+    (void)weights, (void)tokens, (void)r;
+    __trap();
+#endif
 }
 
-template <int MT, int NT>
-static __device__ __forceinline__ void router_tiles(tensor &y, const tensor &x, const tensor &w, int64_t n, float *room)
-{
-    int64_t across = w.rows / (16 * MT), tiles = across * ((n + 8 * NT - 1) / (8 * NT));
-    for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x)
-        router_tile<MT, NT>(y, x, w, n, t % across * 16 * MT, t / across * 8 * NT, room);
-}
-
-enum { ROUTER_WIDE = 4 * 16, ROUTER_TOKENS = 8 * 8 }; /* a large tile's experts and tokens */
-
-/* Small tiles fill the device while there are few tokens; every element is summed alike in both. */
-static __global__ void __launch_bounds__(ROUTER_THREADS) router_kernel(tensor y, tensor x, tensor w)
-{
-    extern __shared__ float router_room[];
-    int64_t n = used_rows(x);
-    if (w.rows % ROUTER_WIDE != 0 || w.rows / 16 * ((n + 15) / 16) <= 4 * (int64_t)gridDim.x)
-        router_tiles<1, 2>(y, x, w, n, router_room);
-    else
-        router_tiles<4, 8>(y, x, w, n, router_room);
-}
+/* ---- the launcher */
 
 extern "C" status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor *w)
 {
-    int room = ROUTER_WARPS * ROUTER_TOKENS * (ROUTER_WIDE + 1) * (int)sizeof(float);
-    cudaError_t e = cudaFuncSetAttribute(router_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+    CUtensorMap weights, tokens;
+    tensor as_bf16 = *w;
+    as_bf16.type = BF16;
+    as_bf16.cols *= 2;
+    as_bf16.ld *= 2;
+    if (x->rows == 0)
+        return OK;
+    router r = {*y, *x, (int)w->rows, (int)((w->cols + TILE_K - 1) / TILE_K)};
+    r.tokens = x->rows <= TOKENS / 2 ? TOKENS / 2 : TOKENS;
+    r.to = x->rows > FEW_ROWS ? FEW_ROWS + 1 : INT32_MAX;
+    status st = cuda_map_rows(&weights, &as_bf16, EXPERTS);
+    if (st == OK)
+        st = cuda_map_rows(&tokens, x, r.tokens);
+    if (st != OK)
+        return st;
+    cudaError_t e = cudaFuncSetAttribute(few_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_RING);
+    if (e == cudaSuccess)
+        e = cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MANY_RING);
     if (e != cudaSuccess)
         return cuda_check(e, "router product", __FILE__, __LINE__);
-    router_kernel<<<cuda_grid(c, w->rows / 16 * ((x->rows + 15) / 16), 1), ROUTER_THREADS, (size_t)room, c->stream>>>(
-        *y, *x, *w);
-    return CUDA_LAUNCHED("router product");
+    int64_t most = x->rows < FEW_ROWS ? x->rows : (int64_t)FEW_ROWS, across = (w->rows + EXPERTS - 1) / EXPERTS;
+    st = launch_clusters(c, "router product", few_kernel, (unsigned)(across * CHUNKS * ((most + r.tokens - 1) / r.tokens)),
+                         FEW_THREADS, FEW_RING, CHUNKS, weights, tokens, r);
+    if (st != OK || x->rows <= FEW_ROWS)
+        return st;
+    r.from = r.to;
+    r.to = INT32_MAX;
+    int64_t tiles = (w->rows + 2 * EXPERTS - 1) / (2 * EXPERTS) * ((x->rows + TOKENS - 1) / TOKENS);
+    return launch(c, "router product", many_kernel, cuda_grid(c, tiles, 1), MANY_THREADS, MANY_RING, weights, tokens, r);
 }

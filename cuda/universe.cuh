@@ -1,5 +1,5 @@
-/* What one warp chooses from for one row of the router: score and order of every expert, expert e in register e / 32 of
- * lane e % 32. Twin of src/cpu/route.c: the same bits of scores, ties to the lower id. */
+/* What one warp chooses from for one row of the router: score and order of every expert, N neighbours a lane (expert e
+ * in register e % N of lane e / N). Twin of src/cpu/route.c: the same bits of scores, ties to the lower id. */
 #ifndef EPOCH_CUDA_UNIVERSE_CUH
 #define EPOCH_CUDA_UNIVERSE_CUH
 
@@ -12,23 +12,73 @@ template <int N> struct universe {
     uint32_t order[N]; /* of score + bias; 0: ineligible */
 };
 
-/* support NULL: every expert is eligible. */
-template <int N>
-static __device__ void universe_open(universe<N> &u, const float *z, const float *bias, const int32_t *support,
-                                     int experts)
+/* This lane's experts of a row of `experts` numbers, 0 behind its end. */
+template <int N> static __device__ __forceinline__ void lane_share(float (&x)[N], const float *row, int experts)
 {
-    int lane = threadIdx.x % WARP;
+    int first = threadIdx.x % WARP * N;
+    if (N % 4 == 0 && first + N <= experts && (uintptr_t)row % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i + 4 <= N; i += 4) {
+            float4 v = *(const float4 *)(row + first + i);
+            x[i] = v.x, x[i + 1] = v.y, x[i + 2] = v.z, x[i + 3] = v.w;
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        x[i] = first + i < experts ? row[first + i] : 0;
+}
+
+/* Which of its experts this lane finds in a set of all; NULL: the set of all. */
+template <int N> static __device__ __forceinline__ uint32_t lane_set(const int32_t *set, int experts)
+{
+    int first = threadIdx.x % WARP * N, left = experts - first;
+    if (left <= 0)
+        return 0;
+    uint32_t there = left < 32 ? (1u << left) - 1 : ~0u;
+    return set ? there & (uint32_t)set[first / 32] >> (first % 32) : there;
+}
+
+/* Adds a lane's experts to a set of all, in device memory; most are there already. */
+template <int N> static __device__ __forceinline__ void lane_join(uint32_t *set, uint32_t mine, int words)
+{
+    int first = threadIdx.x % WARP * N;
+    mine = N < 32 ? mine << (first % 32) : mine;
+#pragma unroll
+    for (int d = 1; d < 32 / N; d *= 2)
+        mine |= __shfl_xor_sync(EVERY_LANE, mine, d);
+    volatile uint32_t *word = set + first / 32;
+    if (first % 32 == 0 && first / 32 < words && (mine & ~*word))
+        atomicOr((uint32_t *)word, mine);
+}
+
+/* lane_sigmoid of each: the quotient by one Newton step, which is exact but for denominators beyond 2^125, so that the
+ * chains of a lane's experts run side by side. */
+template <int N> static __device__ __forceinline__ void universe_score(universe<N> &u, const float (&z)[N])
+{
+    float below[N];
+    bool usual = true;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        int e = i * WARP + lane;
-        u.score[i] = 0;
-        u.order[i] = 0;
-        if (e < experts) {
-            u.score[i] = lane_sigmoid(z[e]);
-            if (!support || ((uint32_t)support[i] >> lane & 1))
-                u.order[i] = order_of(__fadd_rn(u.score[i], bias[e]));
-        }
+        float x;
+        below[i] = __fadd_rn(1.0f, lane_exp(-z[i]));
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(below[i]));
+        u.score[i] = __fmaf_rn(x, -__fmaf_rn(below[i], x, -1.0f), x);
+        usual = usual && below[i] < 0x1p125f;
     }
+    if (!usual)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            u.score[i] = __frcp_rn(below[i]);
+}
+
+/* eligible: of this lane's experts. */
+template <int N>
+static __device__ __forceinline__ void universe_open(universe<N> &u, const float (&bias)[N], uint32_t eligible)
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        u.order[i] = eligible >> i & 1 ? order_of(__fadd_rn(u.score[i], bias[i])) : 0;
 }
 
 static __device__ __forceinline__ float value_of(uint32_t order)
@@ -43,102 +93,166 @@ static __device__ __forceinline__ uint64_t group_rank(uint32_t first, uint32_t s
     return first == 0 ? 0 : (uint64_t)(1 + (second != 0)) << 32 | order_of(best);
 }
 
-/* Takes the groups that are not kept out of the universe. room: `experts` words of this warp's. */
-template <int N> static __device__ void universe_limit(universe<N> &u, const route_rule &r, uint32_t *room)
+/* How groups lie on the lanes. */
+typedef struct grouping {
+    int groups, kept, size;
+    int per;   /* lanes a group, a power of two; 0: a group is no whole number of lanes */
+    int group; /* of this lane */
+} grouping;
+
+template <int N> static __device__ __forceinline__ grouping grouping_of(const route_rule &r)
 {
-    int lane = threadIdx.x % WARP, size = r.experts / r.groups;
-    uint64_t mine = 0; /* of group `lane` */
-    bool whole = size % WARP == 0;
-    if (whole) { /* a group is whole registers */
+    grouping g = {r.groups, r.top_groups, r.experts / r.groups};
+    int per = g.size / N;
+    g.per = g.size % N == 0 && (per & (per - 1)) == 0 ? per : 0;
+    g.group = g.per ? (int)threadIdx.x % WARP / g.per : (int)threadIdx.x % WARP;
+    return g;
+}
+
+/* Is this lane's group, whose two best these are, among those kept? Lane i * step has group i. */
+static __device__ __forceinline__ bool is_kept(uint32_t first, uint32_t second, const grouping &g, int step)
+{
+    uint64_t mine = group_rank(first, second);
+    int above = 0;
+#pragma unroll 4
+    for (int i = 0; i < g.groups; i++) {
+        uint64_t other = __shfl_sync(EVERY_LANE, mine, i * step);
+        above += other > mine || (other == mine && i < g.group);
+    }
+    return mine != 0 && above < g.kept;
+}
+
+/* The same as universe_limit, of orders in shared memory. */
+static __device__ __noinline__ void limit_any(uint32_t *order, grouping g)
+{
+    int lane = threadIdx.x % WARP;
+    uint32_t first = 0, second = 0;
+    __syncwarp();
+    for (int e = lane * g.size; lane < g.groups && e < (lane + 1) * g.size; e++) {
+        second = max(second, min(first, order[e]));
+        first = max(first, order[e]);
+    }
+    bool kept = is_kept(first, second, g, 1);
+    for (int e = lane * g.size; lane < g.groups && e < (lane + 1) * g.size; e++)
+        order[e] = kept ? order[e] : 0;
+    __syncwarp();
+}
+
+/* Takes the groups that are not kept out of the universe. room: a warp's. */
+template <int N> static __device__ __forceinline__ void universe_limit(universe<N> &u, const grouping &g, uint32_t *room)
+{
+    int first_of_lane = threadIdx.x % WARP * N;
+    if (g.kept >= g.groups)
+        return;
+    if (g.per) {
         uint32_t first = 0, second = 0;
-        int per = size / WARP;
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            uint32_t x = u.order[i];
-            second = x > first ? first : x > second ? x : second;
-            first = x > first ? x : first;
-            if ((i + 1) % per == 0) {
-                uint32_t best = __reduce_max_sync(EVERY_LANE, first);
-                int lead = __ffs(__ballot_sync(EVERY_LANE, first == best)) - 1;
-                uint32_t next = __reduce_max_sync(EVERY_LANE, lane == lead ? second : first);
-                if (lane == i / per)
-                    mine = group_rank(best, next);
-                first = second = 0;
-            }
+            second = max(second, min(first, u.order[i]));
+            first = max(first, u.order[i]);
         }
-    } else {
+#pragma unroll 1
+        for (int d = 1; d < g.per; d *= 2) {
+            uint32_t a = __shfl_xor_sync(EVERY_LANE, first, d), b = __shfl_xor_sync(EVERY_LANE, second, d);
+            second = max(min(first, a), max(second, b));
+            first = max(first, a);
+        }
+        bool kept = is_kept(first, second, g, g.per);
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (i * WARP + lane < r.experts)
-                room[i * WARP + lane] = u.order[i];
-        __syncwarp();
-        if (lane < r.groups) {
-            uint32_t first = 0, second = 0;
-            for (int e = lane * size; e < (lane + 1) * size; e++) {
-                uint32_t x = room[e];
-                second = x > first ? first : x > second ? x : second;
-                first = x > first ? x : first;
+            u.order[i] = kept ? u.order[i] : 0;
+        return;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        room[first_of_lane + i] = u.order[i];
+    limit_any(room, g);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        u.order[i] = room[first_of_lane + i];
+    __syncwarp();
+}
+
+/* The experts of a universe, each lane's best first. */
+typedef struct queue {
+    uint2 *entry;   /* this lane's of [N + 1, WARP] in shared memory: order and score; the last is 0 */
+    uint8_t *name;  /* of [N + 1, WARP]: which of its lane's it is */
+    uint32_t order; /* the best that is left of this lane; 0: none is */
+    float score;
+    int at;
+} queue;
+
+/* Bytes of a warp's room: of its queue, of what universe_limit and route want before and after. */
+template <int N> static __host__ __device__ constexpr size_t queue_bytes(void)
+{
+    return (N + 1) * WARP * (sizeof(uint2) + 1);
+}
+
+static __device__ __forceinline__ void queue_call(queue &q)
+{
+    uint2 e = *q.entry;
+    q.at = *q.name;
+    q.order = e.x;
+    q.score = __uint_as_float(e.y);
+}
+
+/* A lane reads and writes its own column of the room only. */
+template <int N> static __device__ __forceinline__ void queue_open(queue &q, const universe<N> &u, void *room)
+{
+    int lane = threadIdx.x % WARP, place[N];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        place[i] = i;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int j = i + 1; j < N; j++)
+            if (u.order[j] > u.order[i]) {
+                place[i]++;
+                place[j]--;
             }
-            mine = group_rank(first, second);
-        }
-        __syncwarp();
-    }
-    int above = 0;
-    for (int g = 0; g < r.groups; g++) {
-        uint64_t other = __shfl_sync(EVERY_LANE, mine, g);
-        above += other > mine || (other == mine && g < lane);
-    }
-    uint32_t kept = __ballot_sync(EVERY_LANE, lane < r.groups && mine != 0 && above < r.top_groups);
+    q.entry = (uint2 *)room + lane;
+    q.name = (uint8_t *)((uint2 *)room + (N + 1) * WARP) + lane;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        int g = (i * WARP + lane) / size;
-        if (g >= GROUPS_MOST || !(kept >> g & 1))
-            u.order[i] = 0;
+        q.entry[place[i] * WARP] = uint2{u.order[i], __float_as_uint(u.score[i])};
+        q.name[place[i] * WARP] = (uint8_t)i;
     }
+    q.entry[N * WARP] = uint2{0, 0};
+    queue_call(q);
 }
 
-/* Takes the best expert out: its id and score; -1: none is left. `chosen` gets bit i in the lane that holds it. */
-template <int N> static __device__ int universe_take(universe<N> &u, float *score, uint32_t *chosen)
+/* Takes the best expert out: lane *lead's number *at, of this *score; both hold in that lane alone. False: none is
+ * left. */
+static __device__ __forceinline__ bool queue_take(queue &q, int *lead, int *at, float *score)
 {
-    int lane = threadIdx.x % WARP, at = 0;
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        if (u.order[i] > most) {
-            most = u.order[i];
-            at = i;
-        }
-    uint32_t best = __reduce_max_sync(EVERY_LANE, most);
-    if (best == 0)
-        return -1;
-    int id = (int)__reduce_min_sync(EVERY_LANE, most == best ? (unsigned)(at * WARP + lane) : ~0u);
-    float mine = 0;
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        if (i * WARP + lane == id) {
-            u.order[i] = 0;
-            mine = u.score[i];
-            *chosen |= 1u << i;
-        }
-    *score = __shfl_sync(EVERY_LANE, mine, id % WARP);
-    return id;
+    uint32_t best = __reduce_max_sync(EVERY_LANE, q.order);
+    *lead = __ffs((int)__ballot_sync(EVERY_LANE, q.order == best)) - 1;
+    *at = q.at;
+    *score = q.score;
+    int step = best != 0 && (int)threadIdx.x % WARP == *lead ? WARP : 0;
+    q.entry += step;
+    q.name += step;
+    queue_call(q);
+    return best != 0;
 }
 
-/* Calls launch<N>(...) for the least N that holds the experts. */
-#define UNIVERSE_LAUNCH(experts, launch, ...) \
-    do {                                      \
-        if ((experts) <= 32)                  \
-            launch<1> __VA_ARGS__;            \
-        else if ((experts) <= 64)             \
-            launch<2> __VA_ARGS__;            \
-        else if ((experts) <= 128)            \
-            launch<4> __VA_ARGS__;            \
-        else if ((experts) <= 256)            \
-            launch<8> __VA_ARGS__;            \
-        else if ((experts) <= 512)            \
-            launch<16> __VA_ARGS__;           \
-        else                                  \
-            launch<32> __VA_ARGS__;           \
+/* Calls launch<N>(...) for the least N that holds the experts, into `st`. */
+#define UNIVERSE_LAUNCH(st, experts, launch, ...) \
+    do {                                          \
+        if ((experts) <= 32)                      \
+            st = launch<1> __VA_ARGS__;           \
+        else if ((experts) <= 64)                 \
+            st = launch<2> __VA_ARGS__;           \
+        else if ((experts) <= 128)                \
+            st = launch<4> __VA_ARGS__;           \
+        else if ((experts) <= 256)                \
+            st = launch<8> __VA_ARGS__;           \
+        else if ((experts) <= 512)                \
+            st = launch<16> __VA_ARGS__;          \
+        else                                      \
+            st = launch<32> __VA_ARGS__;          \
     } while (0)
 
 /* Is the router of a shape that a warp can hold? */

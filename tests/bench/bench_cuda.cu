@@ -3,7 +3,7 @@
  * product. A call is timed as many of it in a graph, weights taken in turn where they would stay in the cache; median
  * of five replays. The parts of a call (indented) are its kernels, each timed alone in the same way.
  *
- * bench_cuda [products|experts|attention|head]...   all of them without an argument */
+ * bench_cuda [products|route|experts|attention|head]...   all of them without an argument */
 #include "cuda/kernels.h"
 
 #include <cublasLt.h>
@@ -293,6 +293,91 @@ static void products(void)
     }
 }
 
+template <typename T> static tensor upload_structs(const std::vector<T> &x)
+{
+    tensor t = tensor_of(room(x.size() * sizeof(T) + 256), U8, (int64_t)x.size(), sizeof(T));
+    must(gpu->upload(gpu, &t, x.data(), U8));
+    return t;
+}
+
+/* The router of a layer by itself: `rows` fresh rows of blocks of 32, `cohort` of them sharing a support. The test finds
+ * that the supports hold (64 experts, a floor that everybody reaches); the build is that of a cold iteration, from
+ * scores so even that it goes through its rounds until almost all experts are in. */
+static void route_case(int rows, int cohort)
+{
+    char what[96];
+    const int experts = 256, words = 8, top_k = 8, slot_count = rows / 32, cohorts = (slot_count + cohort - 1) / cohort;
+    const route_rule r = {experts, top_k, 8, 4, 2.5f, true};
+    const atlas_rule build = {8, 0.98f, 0.98f, 1, 96, 12}, test = {8, 0.01f, 0.98f, 1, 96, 12};
+    const block_rule k = {.block_size = 32, .refresh_every = 5, .cohort = cohort, .restrict_experts = true};
+    std::vector<slot> hot((size_t)slot_count), cold;
+    std::vector<int32_t> fresh, position, owner, role, support;
+    for (slot &s : hot) {
+        s.state = SLOT_REFINING;
+        s.iteration = 1;
+        s.path = PATH_HOT_SKIP;
+        s.fresh = slot_mask(32);
+    }
+    cold = hot;
+    for (slot &s : cold) {
+        s.iteration = 0;
+        s.path = PATH_COLD;
+    }
+    for (int i = 0; i < rows; i++) {
+        fresh.push_back(i);
+        position.push_back(i % 32);
+        owner.push_back(i / 32);
+        role.push_back(ROW_LIVE);
+    }
+    for (int c = 0; c < cohorts; c++)
+        for (int i = 0; i <= words; i++)
+            support.push_back(i == words ? 1 : 0x11111111 << (rand() % 4));
+    batch in = {};
+    in.fresh = upload_ints(fresh, 1);
+    in.position = upload_ints(position, 1);
+    in.slot = upload_ints(owner, 1);
+    in.role = upload_ints(role, 1);
+    slots s = {}, s_cold = {};
+    s.slot = upload_structs(hot);
+    s.slot_count = slot_count;
+    s_cold = s;
+    s_cold.slot = upload_structs(cold);
+    plans p = {.support = upload_ints(support, words + 1), .cohort_count = cohorts, .layers = 1}, p_cold = p;
+    p.log = tensor_of(room((size_t)cohorts * sizeof(layer_log)), U8, cohorts, sizeof(layer_log));
+    p_cold.log = p.log;
+    p_cold.support = upload_ints(support, words + 1);
+    tensor x = random_tensor(BF16, rows, 2048, 1), w = random_tensor(F32, experts, 2048, 0.02f);
+    tensor z = random_tensor(F32, rows, experts, 2), bias = random_tensor(F32, 1, experts, 0.1f);
+    tensor ids = upload_ints(std::vector<int32_t>((size_t)(rows * top_k)), top_k);
+    tensor weights = random_tensor(F32, rows, top_k, 1);
+    double logits = 4.0 * rows * experts, likely = logits / copy_rate + 20e-6;
+    auto timed_as = [&](const char *name, double bytes, double operations, const std::function<void(int)> &call) {
+        double seconds = measure(call, likely);
+        snprintf(what, sizeof what, "%s, %d rows, cohort %d", name, rows, cohort);
+        report(what, seconds, bytes, operations, "");
+        return call;
+    };
+    timed_as("router, weight in cache", 4.0 * experts * 2048 + 2.0 * rows * 2048 + logits, 6.0 * rows * experts * 2048,
+             [&](int) { must(gpu->matmul(gpu, &z, &x, &w)); });
+    timed_as("route", logits + 8.0 * rows * top_k, 0,
+             [&](int) { must(gpu->route(gpu, &ids, &weights, &z, &bias, &p, 0, &in, &s, &r, &k)); });
+    parts(timed_as("support, tested", logits, 0,
+                   [&](int) { must(gpu->support(gpu, &p, 0, &z, &bias, &in, &s, &r, &test, &k)); }),
+          likely);
+    timed_as("support, built", logits, 0,
+             [&](int) { must(gpu->support(gpu, &p_cold, 0, &z, &bias, &in, &s_cold, &r, &build, &k)); });
+    forget();
+}
+
+static void route(void)
+{
+    static const int row_counts[] = {32, 256, 1024, 4096, 8192, 16384};
+    for (int rows : row_counts)
+        route_case(rows, rows / 32);
+    route_case(16384, 1);
+    route_case(16384, 8);
+}
+
 /* top_k of the first `support` experts of `count`, at random. */
 static void expert_case(int rows, int hidden, int inner, int count, int support, int top_k, bool each)
 {
@@ -426,7 +511,7 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         void (*run)(void);
-    } all[] = {{"products", products}, {"experts", experts}, {"attention", attention}, {"head", head}};
+    } all[] = {{"products", products}, {"route", route}, {"experts", experts}, {"attention", attention}, {"head", head}};
     if (backend_cuda_devices() == 0) {
         printf("skipped: no GPU\n");
         return 77;

@@ -670,12 +670,13 @@ static void test_route(void **state)
 static void test_support(void **state)
 {
     (void)state;
-    enum { SLOTS = 16, SIZE = 32 };
-    static const int cohorts[] = {1, 3, SLOTS};
+    enum { SLOTS = 40, FEW_SLOTS = 16, SIZE = 32 };
+    static const int cohorts[] = {1, 3, SLOTS}; /* the last so large that several blocks build its support */
     int rebuilt = 0, held = 0, universe = 0;
     for (int n = 0; n < RULES; n++)
         for (int trial = 0; trial < 9; trial++) {
             const route_rule *r = &rules[n];
+            int slot_count = trial % 3 == 2 ? SLOTS : FEW_SLOTS;
             block_rule k = {.block_size = SIZE,
                             .cohort = cohorts[trial % 3],
                             .restrict_experts = true,
@@ -690,15 +691,15 @@ static void test_support(void **state)
                                 r->top_k < r->experts ? r->top_k + rand() % (r->experts - r->top_k) / 2 : r->top_k,
                             .repair_step = 1 + rand() % 4};
             fixture f, g;
-            fixture_open(&f, SLOTS, 4, SIZE);
-            plans p = make_plans(2, (SLOTS + k.cohort - 1) / k.cohort, r->experts);
+            fixture_open(&f, slot_count, 4, SIZE);
+            plans p = make_plans(2, (slot_count + k.cohort - 1) / k.cohort, r->experts);
             plans gp = mirror_plans(&p);
-            tensor z = fixture_tensor(SLOTS * SIZE * 2, r->experts, 1), bias = fixture_tensor(1, r->experts, 1);
+            tensor z = fixture_tensor(slot_count * SIZE * 2, r->experts, 1), bias = fixture_tensor(1, r->experts, 1);
             draw(&z, &bias, trial);
             for (int step = 0; step < 4; step++) {
                 fixture_block blocks[2 * SLOTS];
                 int count = 0;
-                for (int i = 0; i < SLOTS; i++) {
+                for (int i = 0; i < slot_count; i++) {
                     bool idle = i / k.cohort % 4 == 3 && i % 2; /* some of a cohort are through */
                     f.slot[i].path = idle ? PATH_NONE : step == 0 ? PATH_COLD : PATH_HOT_SKIP;
                     f.slot[i].iteration = step;

@@ -49,11 +49,11 @@ static tensor partly(int64_t rows, int64_t cols, const int32_t *used)
 
 enum { SPARE = 3 };
 
-/* y of x's rows [first, first + rows), on the GPU, with `spare` rows more that are not used. */
-static tensor gpu_product(const tensor *x, int64_t first, int32_t rows, const tensor *w, dtype type)
+/* y of x's rows [first, first + rows), on the GPU, with up to `spare` rows more that are not used. */
+static tensor gpu_product(const tensor *x, int64_t first, int32_t rows, int64_t spare, const tensor *w, dtype type)
 {
     tensor part = tensor_rows(x, first, rows), counter = tensor_of(&rows, I32, 1, 1), there = mirror_same(&counter);
-    part.rows = rows + SPARE <= x->rows - first ? rows + SPARE : x->rows - first;
+    part.rows = rows + spare <= x->rows - first ? rows + spare : x->rows - first;
     part.used = there.data;
     tensor y = fixture_tensor(part.rows, w->rows, 1);
     fill(&y, 0, untouched);
@@ -79,16 +79,16 @@ static void product_case(int out, int in, const int *row_counts, int counts, dty
         tensor x = partly(rows + SPARE, in, &rows), w = fixture_tensor(out, in, 1), y = fixture_tensor(rows, out, 1);
         tensor xm = mirror(&x), wm = mirror_as(&w, weight, (in + 7) / 8 * 8);
         must_be(both.cpu->matmul(both.cpu, &y, &x, &w));
-        tensor got = gpu_product(&xm, 0, rows, &wm, result);
+        tensor got = gpu_product(&xm, 0, rows, SPARE, &wm, result);
         for (int64_t i = 0; i < rows; i++)
             must_be_near(at(&got, i), at(&y, i), out, result == BF16 ? 0x1p-8 : 1e-5, what, i);
         const struct {
             int first, rows;
-        } parts[] = {{0, 1}, {rows - 1, 1}, {rows / 2, rows / 3}, {rows / 3, 17}, {1, rows - 1}};
-        for (int p = 0; p < 5; p++) {
+        } parts[] = {{0, 1}, {rows - 1, 1}, {rows / 2, rows / 3}, {rows / 3, 17}, {1, rows - 1}, {0, rows / 4}};
+        for (int p = 0; p < 6; p++) {
             if (parts[p].first < 0 || parts[p].rows <= 0 || parts[p].first + parts[p].rows > rows)
                 continue;
-            tensor some = gpu_product(&xm, parts[p].first, parts[p].rows, &wm, result);
+            tensor some = gpu_product(&xm, parts[p].first, parts[p].rows, p < 5 ? SPARE : rows, &wm, result);
             for (int64_t i = 0; i < parts[p].rows; i++)
                 if (!same_rows(&some, i, &got, parts[p].first + i))
                     fail_msg("%s: row %lld differs among %d rows from %d on", what, (long long)(parts[p].first + i),
@@ -115,10 +115,12 @@ static void test_products(void **state)
 static void test_router_products(void **state)
 {
     (void)state;
-    static const int all[] = {0, 1, 15, 33, 300, 2500};
-    static const int shape[][2] = {{256, 2048}, {32, 256}, {64, 96}, {16, 32}, {20, 50}};
-    for (int i = 0; i < 5; i++)
+    static const int all[] = {0, 1, 15, 33, 300, 1100}, many[] = {4096, 5000};
+    static const int shape[][2] = {{256, 2048}, {32, 256}, {64, 96}, {130, 1100}, {16, 32}, {20, 50}};
+    for (int i = 0; i < 6; i++)
         product_case(shape[i][0], shape[i][1], all, 6, F32, F32);
+    product_case(256, 2048, many, 2, F32, F32); /* few and many rows are kernels of their own */
+    product_case(130, 100, many, 2, F32, F32);
 }
 
 /* ---- experts */

@@ -2,8 +2,8 @@
 # Several ranks with a GPU each against one: the same tokens, in the exact modes and the plans, by every transport; ranks
 # without a sequence; what is refused before NCCL starts; a rank that is killed. Skipped (77) without a GPU.
 #   bash tests/ranks/gpus.sh PROGRAM [TRANSPORT ...]      (default: nccl)
-# Where there is one GPU the ranks share it, and STAND_IN (libnccl_stand_in.so beside PROGRAM) takes NCCL's place; other
-# transports than nccl are left out then.
+# Where there is one GPU the ranks share it, and libnccl_stand_in.so beside PROGRAM takes NCCL's place; other transports
+# than nccl are left out then.
 set -uo pipefail
 program=$1
 shift
@@ -98,6 +98,20 @@ for transport in $transports; do
 done
 stand_in= decode lone-nccl 1 --mode epoch --limit 6 --batch 1 --transport nccl && same one-alone lone-nccl
 verdict $? "one rank by nccl"
+broken() { # broken HOW STATUS TEXT OPTION...: the stand-in errs
+    local how=$1 want=$2 text=$3 rc
+    shift 3
+    STAND_IN=$how decode broken 2 "$@" >/dev/null
+    rc=$?
+    [ $rc -eq "$want" ] && grep -q -- "$text" "$scratch/broken.log"
+    verdict $? "NCCL, $how: status $rc, $(tail -n 1 "$scratch/broken.log")"
+    rm -rf "$scratch"/broken.h5*
+}
+if [ "$stand_in" ]; then
+    broken version 2 "the program was built with the headers of NCCL"
+    broken hangs 3 "the start of NCCL is not over after 2 s (--connect-timeout)" --connect-timeout 2
+    broken fails 3 "rank 1/2: ncclGroupEnd: remote"
+fi
 [ "$found" -gt 1 ] && refused "would share a GPU, $found are visible" $((found + 1))
 CUDA_VISIBLE_DEVICES=0 refused "ranks 0 and 1 of host" 2
 refused "want auto or nccl" 2 --transport self

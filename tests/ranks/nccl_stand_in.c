@@ -1,6 +1,9 @@
 /* Stands for NCCL where several ranks must share one GPU, which NCCL refuses: preloaded into the program, it carries
  * groups of sends and receives through host memory and MPI, and gives each rank's GPU a PCI bus id of its own. Slow,
- * and exact: whatever depends on ranks but not on the wire can be tested with it. */
+ * and exact: whatever depends on ranks but not on the wire can be tested with it.
+ *   STAND_IN=version   the library is not the headers' version
+ *   STAND_IN=hangs     the start is never over
+ *   STAND_IN=fails     rank 1's hundredth group fails */
 #include <cuda_runtime_api.h>
 #include <mpi.h>
 #include <nccl.h>
@@ -29,12 +32,24 @@ static int count, depth;
 static cudaStream_t stream;
 static struct ncclComm *on;
 
+static int told(const char *what)
+{
+    const char *how = getenv("STAND_IN");
+    return how && strcmp(how, what) == 0;
+}
+
 cudaError_t cudaDeviceGetPCIBusId(char *id, int bytes, int device)
 {
     int rank;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     snprintf(id, (size_t)bytes, "stand-in:%d:%d", rank, device);
     return cudaSuccess;
+}
+
+ncclResult_t ncclGetVersion(int *version)
+{
+    *version = NCCL_VERSION_CODE - told("version");
+    return ncclSuccess;
 }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
@@ -49,6 +64,9 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int size, ncclUniqueId id,
     (void)id;
     (void)rank;
     (void)config;
+    *comm = NULL;
+    if (told("hangs"))
+        return ncclInProgress;
     *comm = malloc(sizeof **comm);
     return *comm && MPI_Comm_dup(MPI_COMM_WORLD, &(*comm)->mpi) == MPI_SUCCESS ? ncclSuccess : ncclSystemError;
 }
@@ -64,7 +82,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *out,
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *r)
 {
     (void)comm;
-    *r = ncclSuccess;
+    *r = told("hangs") ? ncclInProgress : ncclSuccess;
     return ncclSuccess;
 }
 
@@ -118,9 +136,13 @@ ncclResult_t ncclGroupEnd(void)
 {
     MPI_Request request[POSTS];
     cudaError_t e = cudaSuccess;
-    int bad = 0;
+    static int groups;
+    int bad = 0, rank;
     if (--depth > 0 || count == 0)
         return ncclSuccess;
+    MPI_Comm_rank(on->mpi, &rank);
+    if (rank == 1 && ++groups == 100 && told("fails"))
+        return ncclRemoteError;
     for (int i = 0; i < count; i++) {
         post *p = &posted[i];
         p->host = malloc(p->bytes);

@@ -63,13 +63,14 @@ ended() { # ended SIGNAL STATUS TEXT OPTION...: rank 1 gets it in mid-run; all r
         --data "gsm8k:$root/datasets/samples/gsm8k_demo.jsonl" --batch 2 --progress off --device cuda "$@" >"$scratch/ended.log" 2>&1 &
     job=$!
     from=$SECONDS
-    until [ -s "$scratch"/ended.h5.d/s0000.r00001.jnl ] || [ $((SECONDS - from)) -gt 40 ]; do sleep .2; done
+    until [ "$(wc -c 2>/dev/null <"$scratch"/ended.h5.d/s0000.r00001.jnl || echo 0)" -gt 1000 ] ||
+        [ $((SECONDS - from)) -gt 40 ]; do sleep .1; done
     kill -"$signal" "$(pgrep -P $job | tail -n 1)"
     from=$SECONDS
     wait $job
     rc=$?
     left=$(pgrep -f "$scratch/ended.h5" | wc -l)
-    [ $rc -eq "$want" ] && [ $((SECONDS - from)) -le 20 ] && [ "$left" -eq 0 ] && grep -q "$text" "$scratch/ended.log"
+    [ $rc -eq "$want" ] && [ $((SECONDS - from)) -le 20 ] && [ "$left" -eq 0 ] && { [ -z "$text" ] || grep -q "$text" "$scratch/ended.log"; }
     verdict $? "rank 1 gets $signal ($*): status $rc after $((SECONDS - from)) s, $left processes left"
     cat "$scratch/ended.log"
 }

@@ -455,6 +455,7 @@ static void close_cuda(backend *b)
         cudaEventDestroy(c->marks->event[i]);
     free(c->marks);
     close_staging(c->staging);
+    cudaFreeHost(c->reached);
     for (int i = 0; i < BOXES; i++) {
         if (c->box[i].there)
             cudaEventDestroy(c->box[i].there);
@@ -611,6 +612,9 @@ static status open_device(backend *b, int local_rank)
     TRY(take(c, &c->workspace, CUDA_WORKSPACE_BYTES, "cuBLASLt"));
     TRY(take(c, (void **)&c->routed, sizeof *c->routed, "a counter"));
     TRY(open_staging(c));
+    CUDA_TRY(cudaMallocHost((void **)&c->reached, sizeof *c->reached));
+    *c->reached = -1;
+    b->reached = c->reached;
     c->marks = calloc(1, sizeof *c->marks);
     if (!c->marks)
         FAIL(FAILED, "out of memory");

@@ -63,6 +63,7 @@ typedef struct cuda {
     int64_t *routed;          /* on the device: rows dispatched to routed experts since the lane last asked */
     cuda_staging *staging;
     cuda_marks *marks;
+    int32_t *reached;         /* pinned host memory that kernels write: backend.reached */
     cuda_box box[BOXES];
 } cuda;
 

@@ -92,6 +92,7 @@ typedef struct residual {
     tensor h_fresh;  /* [fresh, H]: the rows of h that batch.fresh lists, in its order; no data: nobody wants them */
     const tensor *norm; /* F32 [1, H] */
     float eps;
+    int32_t through;    /* layer * PHASES + phase: what is done once this op begins (backend.reached) */
 } residual;
 
 typedef struct attention_rule {
@@ -164,6 +165,8 @@ typedef struct backend {
     char device[64];      /* the machine's name of what computes */
     double free_bytes;    /* of the device's memory, behind the opening; 0: not known */
     int32_t timed_every;  /* where calls are recorded: one replay in so many is timed by phase, and stands for the others */
+    const volatile int32_t *reached; /* where runs_ahead: in host memory, `through` of the newest add_norm or merge that
+                                        began; -1: none yet. NULL where calls return when their work is done */
     bool runs_ahead;      /* calls return before their work is done: what a forward did is best read one forward late */
     int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; -1: this backend does not count */
 

@@ -184,7 +184,10 @@ status stage_device(stage *s)
     const world *w = s->world;
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     int threads = s->options->threads ? s->options->threads : cores > w->local_size ? (int)(cores / w->local_size) : 1;
-    return s->cuda ? open_cuda(s) : backend_cpu_open(&s->backend, threads);
+    status st = s->cuda ? open_cuda(s) : backend_cpu_open(&s->backend, threads);
+    if (st == OK && s->heart)
+        atomic_store(&s->heart->reached, s->backend->reached);
+    return st;
 }
 
 /* Until the next stage the heart beats for transports. */

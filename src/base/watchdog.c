@@ -64,12 +64,14 @@ static double now(void)
 static record own_record(const watchdog *w)
 {
     const heartbeat *h = w->mine;
+    const volatile int32_t *reached = atomic_load_explicit(&h->reached, memory_order_acquire);
+    int32_t at = reached ? *reached : -1;
     record r = {.ticks = w->ticks,
                 .beats = atomic_load_explicit(&h->beats, memory_order_relaxed),
                 .iteration = atomic_load_explicit(&h->iteration, memory_order_relaxed),
                 .stage = atomic_load_explicit(&h->stage, memory_order_relaxed),
-                .layer = atomic_load_explicit(&h->layer, memory_order_relaxed),
-                .phase = atomic_load_explicit(&h->phase, memory_order_relaxed),
+                .layer = at >= 0 ? at / PHASES : atomic_load_explicit(&h->layer, memory_order_relaxed),
+                .phase = at >= 0 ? at % PHASES : atomic_load_explicit(&h->phase, memory_order_relaxed),
                 .fired = w->fired};
     memcpy(r.magic, magic, sizeof magic);
     return r;

@@ -29,6 +29,9 @@ typedef struct heartbeat {
     _Atomic uint64_t beats; /* calls below since the iteration began */
     _Atomic int64_t iteration;
     _Atomic int32_t stage, layer, phase; /* layer, phase: the newest that was finished; -1: none of this iteration */
+    /* Where a device does the work behind the thread's back: layer * PHASES + phase of the newest that it finished,
+     * which then stands for both; -1: none. NULL, as it starts: no such device. */
+    _Atomic(const volatile int32_t *) reached;
 } heartbeat;
 
 /* Something was done; for stages that have no layers. */

@@ -7,7 +7,7 @@ status attention_layer(executor *x, int layer)
     backend *b = x->backend;
     activations *v = &x->a;
     const layer_weights *w = &x->weights->layer[layer];
-    residual after = executor_residual(x, &w->post_norm);
+    residual after = executor_residual(x, &w->post_norm, layer, PHASE_ATTENTION);
     if (w->sparse && v->x_fresh.data != v->h.data)
         after.h_fresh = v->x_fresh;
     TRY(b->matmul(b, &v->qkv, &v->h, &w->qkv));

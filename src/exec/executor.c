@@ -310,9 +310,13 @@ static void upset_plans(executor *x)
 #define upset_plans(x) ((void)0)
 #endif
 
-residual executor_residual(const executor *x, const tensor *norm)
+residual executor_residual(const executor *x, const tensor *norm, int layer, phase done)
 {
-    return (residual){.x = x->a.x, .h = x->a.h, .norm = norm, .eps = x->config->norm_eps};
+    return (residual){.x = x->a.x,
+                      .h = x->a.h,
+                      .norm = norm,
+                      .eps = x->config->norm_eps,
+                      .through = layer * PHASES + (int32_t)done};
 }
 
 const tensor *executor_norm_after(const executor *x, int layer)

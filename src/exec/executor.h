@@ -98,8 +98,8 @@ status dense_layer(executor *x, int layer);
 status moe_layer(executor *x, int layer, int sparse);
 status executor_end(executor *x);
 
-/* The end of a sublayer; norm: the next one's. Nothing is packed. */
-residual executor_residual(const executor *x, const tensor *norm);
+/* The end of a sublayer, whose `done` is through by then; norm: the next one's. Nothing is packed. */
+residual executor_residual(const executor *x, const tensor *norm, int layer, phase done);
 /* The norm that follows a layer: the next one's, or the last. */
 const tensor *executor_norm_after(const executor *x, int layer);
 

@@ -22,7 +22,7 @@ status dense_layer(executor *x, int layer)
 {
     status st = OK;
     const layer_weights *w = &x->weights->layer[layer];
-    residual after = executor_residual(x, executor_norm_after(x, layer));
+    residual after = executor_residual(x, executor_norm_after(x, layer), layer, PHASE_SHARED);
     TRY(mlp(x, &w->gate_up, &w->down));
     TRY(x->backend->add_norm(x->backend, &after, &x->a.y, &x->batch));
     TRY(executor_mark(x, layer, PHASE_SHARED));
@@ -51,7 +51,7 @@ status moe_layer(executor *x, int layer, int sparse)
     activations *v = &x->a;
     const layer_weights *w = &x->weights->layer[layer];
     const block_rule *k = &x->rule.block;
-    residual after = executor_residual(x, executor_norm_after(x, layer));
+    residual after = executor_residual(x, executor_norm_after(x, layer), layer, PHASE_COMBINE);
     tensor shared = w->shared_gate_up.data ? v->y : (tensor){0};
     lane_load here;
     if (shared.data)

@@ -396,8 +396,8 @@ static void make_residual(residual *r, residual *g, int64_t rows, int64_t cols, 
 {
     *w = fixture_tensor(1, cols, 1);
     *gw = mirror_as(w, F32, cols);
-    *r = (residual){fixture_tensor(rows, cols, 3), fixture_tensor(rows, cols, 1), {0}, w, 1e-6f};
-    *g = (residual){mirror(&r->x), mirror(&r->h), {0}, gw, 1e-6f};
+    *r = (residual){fixture_tensor(rows, cols, 3), fixture_tensor(rows, cols, 1), {0}, w, 1e-6f, 0};
+    *g = (residual){mirror(&r->x), mirror(&r->h), {0}, gw, 1e-6f, 7 * PHASES + PHASE_COMBINE};
     if (fresh > 0) {
         r->h_fresh = fixture_tensor(fresh, cols, 1);
         g->h_fresh = mirror(&r->h_fresh);
@@ -408,6 +408,8 @@ static void make_residual(residual *r, residual *g, int64_t rows, int64_t cols, 
  * from `used` on are untouched. */
 static void check_residual(residual *g, const tensor *want, int used, const batch *in)
 {
+    must_be(both.gpu->sync(both.gpu));
+    assert_int_equal(*both.gpu->reached, 7 * PHASES + PHASE_COMBINE); /* the watchdog's */
     tensor have = fixture_tensor(want->rows, want->cols, 1), norm = fixture_tensor(want->rows, want->cols, 1);
     tensor x = g->x, h = g->h, all = g->x;
     x.used = h.used = NULL;

@@ -31,7 +31,7 @@ static void test_add_norm(void **state)
         for (int k = 0; k < SHAPES; k++) {
             int rows = shapes[k].rows, n = shapes[k].in, count = 0;
             tensor w = fixture_tensor(1, n, 1), y = fixture_tensor(rows + 1, n, 1), list = fixture_ints(rows + 1, 1);
-            residual r = {fixture_tensor(rows + 1, n, 3), fixture_tensor(rows + 1, n, 1), {0}, &w, 1e-6f};
+            residual r = {fixture_tensor(rows + 1, n, 3), fixture_tensor(rows + 1, n, 1), {0}, &w, 1e-6f, 0};
             batch in = {.fresh = list, .place = fixture_ints(rows + 1, 1)};
             for (int i = 0; i < rows; i++) {
                 *int_at(&in.place, i) = rand() % 3 ? count : -1;
@@ -79,7 +79,7 @@ static void test_merge(void **state)
             fixture_batch(&f, blocks, trial == 6 ? 0 : 4, dense);
             tensor packed = fixture_tensor(f.count[2], HIDDEN, 1), shared = fixture_tensor(4 * here, HIDDEN, 1);
             tensor w = fixture_tensor(1, HIDDEN, 1), y = fixture_tensor(1, HIDDEN, 1), none = {0};
-            residual r = {fixture_tensor(4 * here, HIDDEN, 1), fixture_tensor(4 * here, HIDDEN, 1), {0}, &w, 1e-6f};
+            residual r = {fixture_tensor(4 * here, HIDDEN, 1), fixture_tensor(4 * here, HIDDEN, 1), {0}, &w, 1e-6f, 0};
             tensor cache = fixture_tensor((int64_t)LAYERS * SLOTS * here, HIDDEN, 1);
             tensor want = fixture_tensor(cache.rows, HIDDEN, 1), old = copy_of(&r.x);
             bool alone = trial / 2 % 2;

@@ -155,6 +155,33 @@ static void test_a_stuck_thread_is_noticed(void **state)
     assert_true(seconds < 0.6 + TIMEOUT + 3); /* a busy machine is slow, not endless */
 }
 
+/* The thread has enqueued a forward and waits for it; where the device is, it says itself. */
+static void behind_a_device(heartbeat *h, int rank)
+{
+    static volatile int32_t reached = -1;
+    (void)rank;
+    heartbeat_stage(h, WATCH_RUN);
+    atomic_store(&h->reached, &reached);
+    heartbeat_iteration(h, 21);
+    for (int layer = 0; layer < 4; layer++) { /* it moves, and so excuses the thread */
+        sleep_for(TIMEOUT / 2);
+        reached = layer * PHASES + PHASE_ATTENTION;
+    }
+    hang();
+}
+
+static void test_the_device_says_where_it_is(void **state)
+{
+    (void)state;
+    char said[4096];
+    int code[MOST];
+    job j = start(1, 1, behind_a_device);
+    double seconds = finish(&j, code, said, sizeof said);
+    assert_int_equal(code[0], FAILED);
+    assert_non_null(strstr(said, "\nrank 0/1: run, iteration 21, layer 3, attention done, silent for 0.4"));
+    assert_true(seconds > 3 * TIMEOUT);
+}
+
 /* Rank 1 hangs in its experts; the others finish theirs and wait for it. */
 static void one_hangs(heartbeat *h, int rank)
 {
@@ -349,15 +376,11 @@ static void test_open_and_close(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_a_stuck_thread_is_noticed),
-        cmocka_unit_test(test_the_rank_that_others_wait_for),
-        cmocka_unit_test(test_a_stopped_process),
-        cmocka_unit_test(test_who_moves_excuses_the_others),
-        cmocka_unit_test(test_each_stage_has_its_deadline),
-        cmocka_unit_test(test_a_rank_never_heard_of),
-        cmocka_unit_test(test_abort_is_tried_and_may_hang),
-        cmocka_unit_test(test_stopped_time_does_not_count),
-        cmocka_unit_test(test_open_and_close),
+        cmocka_unit_test(test_a_stuck_thread_is_noticed),     cmocka_unit_test(test_the_device_says_where_it_is),
+        cmocka_unit_test(test_the_rank_that_others_wait_for), cmocka_unit_test(test_a_stopped_process),
+        cmocka_unit_test(test_who_moves_excuses_the_others),  cmocka_unit_test(test_each_stage_has_its_deadline),
+        cmocka_unit_test(test_a_rank_never_heard_of),         cmocka_unit_test(test_abort_is_tried_and_may_hang),
+        cmocka_unit_test(test_stopped_time_does_not_count),   cmocka_unit_test(test_open_and_close),
     };
     int fd = mkstemp(path);
     if (fd < 0)

@@ -317,16 +317,40 @@ typedef struct sum_order {
 
 enum { SUM_SLICE = 2, SUM_THREADS = 256, SUM_AT_ONCE = 4 }; /* a warp takes a token's SUM_SLICE * 32 * V columns */
 
-/* Lane j of a warp knows edge j: its place, its unit, and how it joins the edge before it. */
-template <int LEVELS, int V>
+/* Where token's sums go that is row `first` of a piece, or later. */
+typedef struct sum_rows {
+    char *data;
+    int32_t first;
+    bool half;
+} sum_rows;
+
+static __device__ __forceinline__ sum_rows piece_of(const sums_away &a, int32_t token, int lane)
+{
+    int piece = 0;
+    for (int p = 1; p < a.pieces; p += WARP)
+        piece += __popc(__ballot_sync(EVERY_LANE, p + lane < a.pieces && token >= a.first[p + lane]));
+    return {(char *)a.to[piece], a.first[piece], a.half && piece != a.whole};
+}
+
+/* Lane j of a warp knows edge j: its place, its unit, and how it joins the edge before it. AWAY: tokens of all pieces
+ * take turns, so that no link waits for another. */
+template <int LEVELS, int V, bool AWAY>
 static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
-    sum_kernel(tensor y, tensor ids, worklist w, const bf16 *term, const __grid_constant__ sum_order o)
+    sum_kernel(tensor y, tensor ids, worklist w, const bf16 *term, const __grid_constant__ sum_order o, sums_away away)
 {
     int hidden = (int)y.cols, slice = SUM_SLICE * WARP * V, slices = (hidden + slice - 1) / slice;
-    int lane = (int)threadIdx.x % WARP, edges = (int)ids.cols, items = (int)used_rows(ids) * slices;
-    int warps = (int)gridDim.x * (SUM_THREADS / WARP);
+    int lane = (int)threadIdx.x % WARP, edges = (int)ids.cols, tokens = (int)used_rows(ids);
+    int warps = (int)gridDim.x * (SUM_THREADS / WARP), each = AWAY ? (tokens + away.pieces - 1) / away.pieces : tokens;
+    int items = (AWAY ? each * away.pieces : tokens) * slices;
     for (int at = (int)(blockIdx.x * (SUM_THREADS / WARP) + threadIdx.x / WARP); at < items; at += warps) {
         int64_t token = at / slices;
+        sum_rows rows = {};
+        if (AWAY) {
+            token = token % away.pieces * each + token / away.pieces;
+            if (token >= tokens)
+                continue;
+            rows = piece_of(away, (int32_t)token, lane);
+        }
         int id = lane < edges ? row_of<int32_t>(ids, token)[lane] - o.first : -1;
         bool mine = id >= 0 && id < o.count;
         uint32_t present = __ballot_sync(EVERY_LANE, mine), earlier = present & ((1u << lane) - 1);
@@ -342,6 +366,18 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
             bool inside = col < hidden; /* all lanes stay: they know the edges */
             running_sum<LEVELS, V> s;
             int open = -1; /* the unit whose terms are coming */
+            auto put = [&] {
+                s.join(-1);
+                if (!inside)
+                    return;
+                int64_t at_row = (token - rows.first) * o.units + open - o.unit_first;
+                if (!AWAY)
+                    store_floats(row_of<float>(y, at_row) + col, s.newest);
+                else if (!rows.half)
+                    store_floats((float *)rows.data + at_row * hidden + col, s.newest);
+                else
+                    store_halves((bf16 *)rows.data + at_row * hidden + col, s.newest);
+            };
             for (int j = 0; j < edges; j += SUM_AT_ONCE) {
                 pack_of<bf16, V> v[SUM_AT_ONCE];
 #pragma unroll
@@ -364,41 +400,36 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
                     } else if (how >= 0) {
                         s.turn(x, how);
                     } else {
-                        if (open >= 0) {
-                            s.join(-1);
-                            if (inside)
-                                store_floats(row_of<float>(y, token * o.units + open - o.unit_first) + col, s.newest);
-                        }
+                        if (open >= 0)
+                            put();
                         open = of;
                         s.begin(x);
                     }
                 }
             }
-            if (open >= 0) {
-                s.join(-1);
-            } else { /* no edge here: the only unit is zero, several stay as they are */
+            if (open < 0) { /* no edge here: the only unit is zero, several stay as they are */
                 const float zero[V] = {};
                 s.begin(zero);
                 if (o.units == 1)
                     open = o.unit_first;
             }
-            if (inside && open >= 0)
-                store_floats(row_of<float>(y, token * o.units + open - o.unit_first) + col, s.newest);
+            if (open >= 0)
+                put();
         }
     }
 }
 
 template <int LEVELS>
 static void launch_sum(cuda *c, const tensor *y, const tensor *ids, const worklist &w, const bf16 *term,
-                       const sum_order &o)
+                       const sum_order &o, const sums_away *away)
 {
-    bool wide = vectors_fit(*y, 8);
-    int64_t slice = SUM_SLICE * WARP * (wide ? 8 : 1), items = ids->rows * ((y->cols + slice - 1) / slice);
+    int v = !vectors_fit(*y, 8) ? 1 : away ? 4 : 8; /* stores of 16 bytes side by side travel best */
+    int64_t slice = SUM_SLICE * WARP * v, items = ids->rows * ((y->cols + slice - 1) / slice);
     unsigned grid = cuda_grid(c, (items + SUM_THREADS / WARP - 1) / (SUM_THREADS / WARP), 16);
-    if (wide)
-        sum_kernel<LEVELS, 8><<<grid, SUM_THREADS, 0, c->stream>>>(*y, *ids, w, term, o);
-    else
-        sum_kernel<LEVELS, 1><<<grid, SUM_THREADS, 0, c->stream>>>(*y, *ids, w, term, o);
+    sums_away nowhere = {};
+    auto kernel = v == 1 ? (away ? sum_kernel<LEVELS, 1, true> : sum_kernel<LEVELS, 1, false>)
+                         : (away ? sum_kernel<LEVELS, 4, true> : sum_kernel<LEVELS, 8, false>);
+    kernel<<<grid, SUM_THREADS, 0, c->stream>>>(*y, *ids, w, term, o, away ? *away : nowhere);
 }
 
 static status sums(cuda *c, const tensor *y, const tensor *ids, const worklist &w, const bf16 *term,
@@ -414,9 +445,9 @@ static status sums(cuda *c, const tensor *y, const tensor *ids, const worklist &
     for (int i = 0; i < e->count; i++)
         o.unit_of[i] = (uint16_t)t->unit_of[e->first + i];
     if (t->shards <= 8)
-        launch_sum<3>(c, y, ids, w, term, o);
+        launch_sum<3>(c, y, ids, w, term, o, e->away);
     else
-        launch_sum<10>(c, y, ids, w, term, o);
+        launch_sum<10>(c, y, ids, w, term, o, e->away);
     return CUDA_LAUNCHED("sums of experts");
 }
 

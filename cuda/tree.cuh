@@ -80,10 +80,24 @@ template <int V> static __device__ __forceinline__ void store_floats(float *to, 
         to[i] = v[i];
 }
 
+template <> __device__ __forceinline__ void store_floats<4>(float *to, const float (&v)[4])
+{
+    *(float4 *)to = make_float4(v[0], v[1], v[2], v[3]);
+}
+
 template <> __device__ __forceinline__ void store_floats<8>(float *to, const float (&v)[8])
 {
     ((float4 *)to)[0] = make_float4(v[0], v[1], v[2], v[3]);
     ((float4 *)to)[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+
+template <int V> static __device__ __forceinline__ void store_halves(bf16 *to, const float (&v)[V])
+{
+    pack_of<bf16, V> y;
+#pragma unroll
+    for (int i = 0; i < V; i++)
+        narrow(&y.x[i], v[i]);
+    *(pack_of<bf16, V> *)to = y;
 }
 
 #endif

@@ -140,6 +140,15 @@ typedef struct plans {
     int32_t cohort_count, layers; /* sparse layers, counted from 0 */
 } plans;
 
+/* Where the sums of an op `experts` go in place of y: by piece, as rows of other ranks come. All in memory that the
+ * backend reaches. */
+typedef struct sums_away {
+    const int32_t *first;  /* [pieces]: the first row of x of each piece */
+    void *const *to;       /* [pieces]: the sums of a piece's first row; the others behind it, as they would in y */
+    int32_t pieces, whole; /* F32; where `half` is set, piece `whole` alone is, the others BF16 */
+    bool half;
+} sums_away;
+
 /* One rank's share of a layer's experts. */
 typedef struct expert_set {
     tensor gate_up;       /* [count * 2I, H]: of each expert I gate rows, then I up rows */
@@ -148,6 +157,7 @@ typedef struct expert_set {
     int32_t inner;        /* I */
     const sum_tree *tree; /* order of sums */
     int32_t rank;         /* whose units */
+    const sums_away *away; /* NULL: the sums go to y */
 } expert_set;
 
 typedef struct head_best { /* of one live row */

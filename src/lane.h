@@ -28,6 +28,7 @@ typedef struct lane_load {
     tensor ids;      /* I32 [n, K]: this rank's experts of the row (global ids), ascending; -1 behind the last */
     tensor weights;  /* F32 [n, K] */
     tensor y;        /* F32 [n * units, H]: room for the experts' partial sums; combine uses them up */
+    const sums_away *away; /* where they go instead; NULL: to y */
 } lane_load;
 
 typedef struct lane_traffic { /* since the last call */
@@ -53,6 +54,9 @@ typedef struct lane {
      * point y at rows of its own, which hold until the next dispatch. FAILED when rows sent, received and merged do not
      * agree. */
     status (*combine)(struct lane *l, tensor *y, const lane_load *out);
+    /* FAILED where an exchange on the device went wrong, as far as it has come; waits for nothing. What forwards left
+     * behind counts only if it is OK after them. NULL: dispatch and combine tell themselves. */
+    status (*check)(struct lane *l);
     status (*traffic)(struct lane *l, lane_traffic *t);
     void (*close)(struct lane *l); /* accepts NULL */
 } lane;
@@ -75,5 +79,11 @@ void nccl_close(nccl_comm *n);
 /* Rows by grouped sends and receives, any number of ranks on any number of hosts. The host reads the counts of every
  * dispatch, so nothing is recorded. Borrows backend and communicator. */
 status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n);
+
+/* Rows by kernels that write straight into the memory of the other ranks' GPUs, which must all reach each other: one
+ * host, or one NVLink domain. Nothing waits on the host. Every rank calls it at once. BAD_INPUT: a GPU does not reach
+ * all others, too many ranks, a hidden size that is no multiple of 8. Close it when every rank's last combine is over.
+ * Borrows backend and communicator. */
+status lane_lsa_open(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n);
 
 #endif

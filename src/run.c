@@ -165,6 +165,8 @@ static status hear(job *j)
     int box = (int)(j->heard % 2);
     if (j->stage.lane->heard.data)
         TRY(j->stage.backend->fetch(j->stage.backend, j->note[box].pulses, 2 + box));
+    if (j->stage.lane->check)
+        TRY(j->stage.lane->check(j->stage.lane));
     TRY(job_reports(j));
     j->heard++;
     for (int r = 0; r < j->w->size; r++)

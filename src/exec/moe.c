@@ -53,7 +53,8 @@ status moe_layer(executor *x, int layer, int sparse)
     const block_rule *k = &x->rule.block;
     residual after = executor_residual(x, executor_norm_after(x, layer), layer, PHASE_COMBINE);
     tensor shared = w->shared_gate_up.data ? v->y : (tensor){0};
-    lane_load here;
+    lane_load here = {0};
+    expert_set experts = w->experts;
     if (shared.data)
         TRY(shared_expert(x, layer));
     TRY(b->matmul(b, &v->z, &v->x_fresh, &w->router));
@@ -65,7 +66,8 @@ status moe_layer(executor *x, int layer, int sparse)
     TRY(executor_mark(x, layer, PHASE_ROUTE));
     TRY(x->lane->dispatch(x->lane, &here, &v->x_fresh, &v->ids, &v->weights));
     TRY(executor_mark(x, layer, PHASE_DISPATCH));
-    TRY(b->experts(b, &here.y, &here.x, &here.ids, &here.weights, &w->experts));
+    experts.away = here.away;
+    TRY(b->experts(b, &here.y, &here.x, &here.ids, &here.weights, &experts));
     TRY(executor_mark(x, layer, PHASE_EXPERTS));
     TRY(x->lane->combine(x->lane, &v->y_fresh, &here));
     TRY(executor_mark(x, layer, PHASE_COMBINE));

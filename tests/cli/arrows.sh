@@ -35,8 +35,8 @@ foreign() { # who may include a library's header
     mpi.h) echo 'mpi/' ;;
     hdf5*.h | H5*.h) echo 'results/' ;;
     cblas.h) echo 'src/cpu/dense\.c$' ;;
-    cuda*.h | cublas*.h | cuda/*) echo 'cuda/|mpi/(lane_nccl|lane_lsa|comm_nccl)\.' ;;
-    nccl*.h) echo 'mpi/(lane_nccl|lane_lsa|comm_nccl)\.' ;;
+    cuda*.h | cublas*.h | cuda/*) echo 'cuda/|mpi/(lane_nccl|lane_lsa|lsa_window|comm_nccl)\.' ;;
+    nccl*.h) echo 'mpi/(lane_nccl|lane_lsa|lsa_window|comm_nccl)\.' ;;
     pcre2.h | utf8proc.h) echo 'src/model/' ;;
     zlib.h) echo 'datasets/|results/' ;;
     *) echo '.' ;;

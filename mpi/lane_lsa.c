@@ -308,6 +308,22 @@ out:
     return st;
 }
 
+/* All ranks at once; the same answer on each, once they have agreed. */
+static status register_window(lane_lsa *s, size_t bytes, const world *w)
+{
+    status st = OK;
+    ncclComm_t comm = nccl_handle(s->n);
+    ncclResult_t r = ncclCommWindowRegister(comm, s->memory, bytes, &s->window, NCCL_WIN_COLL_SYMMETRIC);
+    if (r != ncclSuccess || !s->window)
+        FAIL(BAD_INPUT, "--transport lsa: NCCL makes no window here (%s): take --transport nccl", ncclGetErrorString(r));
+    int team = lsa_window_team(comm);
+    if (team != w->size)
+        FAIL(BAD_INPUT, "--transport lsa: the GPU of rank %d reaches the memory of %d of %d ranks, want all (one host, "
+             "or one NVLink domain): take --transport nccl", w->rank, team, w->size);
+out:
+    return st;
+}
+
 status lsa_join(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n, const lsa_blocks *blocks,
                 double patience)
 {
@@ -319,11 +335,8 @@ status lsa_join(lane **out, const lane_rule *rule, backend *b, world *w, nccl_co
     *out = NULL;
     st = take_memory(&s, bytes);
     TRY(w->agree(w, st));
-    NCCL_TRY(n, ncclCommWindowRegister(nccl_handle(n), s.memory, bytes, &s.window, NCCL_WIN_COLL_SYMMETRIC));
-    int team = lsa_window_team(nccl_handle(n));
-    if (!s.window || team != w->size)
-        FAIL(BAD_INPUT, "--transport lsa: the GPU of rank %d reaches the memory of %d of %d ranks, want all (one host, "
-             "or one NVLink domain): take --transport nccl", w->rank, team, w->size);
+    st = register_window(&s, bytes, w);
+    TRY(w->agree(w, st));
     CUDA_TRY(cudaHostAlloc((void **)&window, LSA_RANKS * sizeof *window, cudaHostAllocMapped));
     CUDA_TRY(lsa_window_peers(c->stream, s.window, w->size, window));
     CUDA_TRY(cudaStreamSynchronize(c->stream));

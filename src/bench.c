@@ -276,7 +276,7 @@ static void help(void)
         "  --mode LIST        epoch, full, no-atlas, no-lsp, no-lane; a mode behind full is compared with it [full]\n"
         "  --batch LIST       sequences in flight over the whole job [1,8,32,128,256,512]\n"
         "  --batch-per-rank LIST  the same of each rank, in place of --batch\n"
-        "  --transport T      between ranks: auto, self, mpi or nccl [auto]\n"
+        "  --transport T      between ranks: auto, self, mpi, nccl or lsa [auto]\n"
         "  --combine F        partial sums between GPUs: fp32 or bf16 [fp32]\n"
         "  --prefix LIST      positions before the active block, multiples of 32 [256]\n"
         "  --cohort LIST      sequences that share supports in lock-step; 0: all of a rank [1]\n"
@@ -397,7 +397,7 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
                                           {NULL, 0, NULL, 0}};
 #undef FLAG
     static const char *const devices[] = {"auto", "cpu", "cuda"}, *const combines[] = {"fp32", "bf16"},
-                             *const transports[] = {"auto", "self", "mpi", "nccl"}; /* as in options.h */
+                             *const transports[] = {"auto", "self", "mpi", "nccl", "lsa"}; /* as in options.h */
     *a = (ask){.shape = "llada2-mini",
                .batch = {{1, 8, 32, 128, 256, 512}, 6},
                .prefix = {{256}, 1},
@@ -429,7 +429,7 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
         else if (flag == DEVICE)
             TRY(choose(&a->device, name, optarg, devices, 3));
         else if (flag == TRANSPORT)
-            TRY(choose(&a->transport, name, optarg, transports, 4));
+            TRY(choose(&a->transport, name, optarg, transports, 5));
         else if (flag == COMBINE)
             TRY(choose(&a->combine, name, optarg, combines, 2));
         else if (flag == MODE)

@@ -24,7 +24,7 @@ bool transport_joins(void)
 status transport_check(const transport_ask *a)
 {
     status st = OK;
-    bool between = a->transport == TRANSPORT_NCCL;
+    bool between = a->transport == TRANSPORT_NCCL || a->transport == TRANSPORT_LSA;
     if (a->transport == TRANSPORT_SELF && a->ranks > 1)
         FAIL(BAD_INPUT, "--transport self carries one rank, there are %d: want auto or %s", a->ranks,
              a->cuda ? "nccl" : "mpi");
@@ -32,8 +32,8 @@ status transport_check(const transport_ask *a)
         FAIL(BAD_INPUT, "--transport mpi carries rows in host memory: want --transport %s with --device cuda",
              a->ranks > 1 ? "nccl" : "self");
     if (!a->cuda && between)
-        FAIL(BAD_INPUT, "--transport nccl carries rows between GPUs: want --device cuda, with a GPU for each rank, or "
-                        "--transport mpi");
+        FAIL(BAD_INPUT, "--transport %s carries rows between GPUs: want --device cuda, with a GPU for each rank, or "
+             "--transport mpi", a->transport == TRANSPORT_NCCL ? "nccl" : "lsa");
     if (!a->cuda && a->combine != F32)
         FAIL(BAD_INPUT, "--combine bf16 halves what GPUs exchange: want --combine fp32, or --device cuda");
     if (a->cuda && !alone(a) && !a->joins)
@@ -84,9 +84,13 @@ void transport_leave(nccl_comm *n)
     nccl_close(n);
 }
 
-static status open_joined(lane **out, const lane_rule *r, backend *b, world *w, nccl_comm *n)
+/* Straight into each other's memory, where all GPUs reach it and nothing else is asked for. */
+static status open_joined(lane **out, const transport_ask *a, const lane_rule *r, backend *b, world *w, nccl_comm *n)
 {
-    return lane_nccl_open(out, r, b, w, n);
+    status st = BAD_INPUT;
+    if (a->transport != TRANSPORT_NCCL)
+        st = lane_lsa_open(out, r, b, w, n);
+    return st == BAD_INPUT && a->transport != TRANSPORT_LSA ? lane_nccl_open(out, r, b, w, n) : st;
 }
 #else /* never asked for: transport_check refuses it */
 status transport_join(nccl_comm **out, const transport_ask *a, world *w, backend *b)
@@ -103,8 +107,9 @@ void transport_leave(nccl_comm *n)
     (void)n;
 }
 
-static status open_joined(lane **out, const lane_rule *r, backend *b, world *w, nccl_comm *n)
+static status open_joined(lane **out, const transport_ask *a, const lane_rule *r, backend *b, world *w, nccl_comm *n)
 {
+    (void)a;
     (void)r;
     (void)b;
     (void)w;
@@ -118,5 +123,5 @@ status transport_open(lane **out, const transport_ask *a, const lane_rule *r, ba
 {
     if (alone(a))
         return open_self(out, a, r, b);
-    return a->cuda ? open_joined(out, r, b, w, n) : lane_mpi_open(out, r, b, w);
+    return a->cuda ? open_joined(out, a, r, b, w, n) : lane_mpi_open(out, r, b, w);
 }

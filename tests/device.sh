@@ -34,7 +34,7 @@ gpu_tests() { # gpu_tests FOLDER: every test_cuda*.c there, one after the other
     done
     return $rc
 }
-transports="nccl"
+transports="nccl lsa"
 modes="full epoch no-atlas no-lsp no-lane"
 modes_apart="full epoch no-atlas no-lsp" # no-lane computes more and takes what epoch takes: the same answers
 samples=datasets/samples

@@ -97,8 +97,10 @@ for transport in $transports; do
     ended KILL 137 "" --transport $transport
     ended STOP 3 "the others wait for rank 1/2" --transport $transport
 done
-stand_in= decode lone-nccl 1 --mode epoch --limit 6 --batch 1 --transport nccl && same one-alone lone-nccl
-verdict $? "one rank by nccl"
+for transport in nccl lsa; do
+    stand_in= decode lone-$transport 1 --mode epoch --limit 6 --batch 1 --transport $transport && same one-alone lone-$transport
+    verdict $? "one rank by $transport"
+done
 broken() { # broken HOW STATUS TEXT OPTION...: the stand-in errs
     local how=$1 want=$2 text=$3 rc
     shift 3
@@ -111,7 +113,7 @@ broken() { # broken HOW STATUS TEXT OPTION...: the stand-in errs
 if [ "$stand_in" ]; then
     broken version 2 "the program was built with the headers of NCCL"
     broken hangs 3 "the start of NCCL is not over after 2 s (--connect-timeout)" --connect-timeout 2
-    broken fails 3 "rank 1/2: ncclGroupEnd: remote"
+    broken fails 3 "rank 1/2: ncclGroupEnd: remote" --transport nccl
 fi
 [ "$found" -gt 1 ] && refused "would share a GPU, $found are visible" $((found + 1))
 CUDA_VISIBLE_DEVICES=0 refused "ranks 0 and 1 of host" 2

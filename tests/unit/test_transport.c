@@ -26,6 +26,8 @@ static void test_choices(void **state)
         {{.transport = TRANSPORT_SELF, .ranks = 1}, NULL},
         {{.transport = TRANSPORT_SELF, .ranks = 2}, "--transport self carries one rank, there are 2: want auto or mpi"},
         {{.transport = TRANSPORT_NCCL, .ranks = 2}, "--transport nccl carries rows between GPUs: want --device cuda"},
+        {{.transport = TRANSPORT_LSA, .ranks = 2}, "--transport lsa carries rows between GPUs: want --device cuda"},
+        {{.transport = TRANSPORT_LSA, .ranks = 2, .cuda = true, .joins = true, .combine = BF16}, NULL},
         {{.transport = TRANSPORT_AUTO, .ranks = 2, .combine = BF16}, "--combine bf16 halves what GPUs exchange"},
         {{.transport = TRANSPORT_AUTO, .ranks = 1, .cuda = true}, NULL},
         {{.transport = TRANSPORT_AUTO, .ranks = 1, .cuda = true, .combine = BF16}, NULL},

@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one go on a machine that has one: builds, runs the twin and golden tests and the demo on
 # the GPU, the small tests under compute-sanitizer, then the benchmarks. A part that fails does not stop the others. The
 # last lines are one a part; the exit status is 0 if all passed.
-#   bash tests/device.sh [PART ...]     of: build twin golden sanitizer demo kernels bench ranks gpus   (default: all)
+#   bash tests/device.sh [PART ...]     of: build twin golden sanitizer demo kernels bench lane ranks gpus   (default: all)
 # All of it ends within LIMIT seconds (default 540): a part has its own limit, and what is left of this one.
 # Logs go to $OUT (default: device-out). Libraries that the machine lacks come from .device (tests/device_pack.sh).
 set -uo pipefail
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 out=${OUT:-device-out}
 build=build-device
 mkdir -p "$out"
-parts=${*:-build twin golden sanitizer demo kernels bench ranks gpus}
+parts=${*:-build twin golden sanitizer demo kernels bench lane ranks gpus}
 end=${LIMIT:-540}
 . tests/device_env.sh
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
@@ -20,7 +20,7 @@ build_all() { # what the parts below run
     tests=$(basename -s .c tests/twin/test_cuda*.c tests/golden/test_cuda*.c)
     cmake -S . -B $build -G Ninja -DEPOCH_CUDA=ON ${PKG_CONFIG:+-DPKG_CONFIG_EXECUTABLE="$PKG_CONFIG"} &&
         cmake --build $build -j "$(nproc)" --target epoch bench_cuda $tests &&
-        { ! grep -q EPOCH_NCCL:BOOL=ON $build/CMakeCache.txt || cmake --build $build --target nccl_stand_in; }
+        { ! grep -q EPOCH_NCCL:BOOL=ON $build/CMakeCache.txt || cmake --build $build --target nccl_stand_in test_lane_cuda; }
 }
 gpu_tests() { # gpu_tests FOLDER: every test_cuda*.c there, one after the other
     local rc=77 one test
@@ -129,6 +129,12 @@ bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real deco
         --out "$out/cohorts.h5" || rc=1
     return $rc
 }
+lane() { # windows of each other's memory: ranks that share a GPU, then a GPU each
+    [ -e $build/test_lane_cuda ] || { echo "skipped: built without NCCL"; return 77; }
+    $build/test_lane_cuda || return 1
+    [ "$(nvidia-smi --list-gpus | grep -c ^GPU)" -ge 2 ] || return 0
+    mpirun -q --bind-to none -np 2 $build/test_lane_cuda && mpirun -q --bind-to none -np 2 $build/test_lane_cuda bench
+}
 gpus() { # the same shapes on one GPU and on two, by each transport; then one that fits two alone
     local rc=0 transport
     [ "$(nvidia-smi --list-gpus | grep -c ^GPU)" -ge 2 ] || { echo "skipped: takes two GPUs"; return 77; }
@@ -144,7 +150,7 @@ echo "# $(date -u +%Y-%m-%dT%H:%MZ), $(git describe --always --dirty 2>/dev/null
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>&1
 nvcc --version 2>/dev/null | tail -n 1
 export out build modes modes_apart samples transports sanitizer
-export -f pc build_all gpu_tests demo_data run_demo run_demos paired demo sanitize sanitize_all bench gpus
+export -f pc build_all gpu_tests demo_data run_demo run_demos paired demo sanitize sanitize_all bench lane gpus
 if wanted build; then
     pc openblas openblas cblas.h
     pc zlib z zlib.h
@@ -162,6 +168,7 @@ wanted sanitizer && part sanitizer 100 sanitize_all
 wanted demo && SHOW=20 part demo 150 demo
 wanted kernels && SHOW=150 part kernels 60 $build/bench_cuda
 wanted bench && SHOW=150 part bench 200 bench
+wanted lane && part lane 60 lane
 wanted ranks && SHOW=40 part ranks 150 bash tests/ranks/gpus.sh "$PWD/$build/epoch" $transports
 wanted gpus && SHOW=60 part gpus 150 gpus
 kill $demos 2>/dev/null

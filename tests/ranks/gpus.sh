@@ -83,7 +83,7 @@ for mode in full epoch; do
     done
 done
 if [ "$many" -gt 2 ]; then
-    decode many "$many" --mode epoch --batch 64 && same one-epoch many
+    decode many "$many" --mode epoch --batch 64 ${stand_in:+--transport nccl} && same one-epoch many
     verdict $? "epoch: $many ranks give the tokens of one"
 fi
 decode one-alone 1 --mode epoch --limit 6 --batch 1 || verdict 1 "one GPU, one sequence"

@@ -314,7 +314,10 @@ static status register_window(lane_lsa *s, size_t bytes, const world *w)
     status st = OK;
     ncclComm_t comm = nccl_handle(s->n);
     ncclResult_t r = ncclCommWindowRegister(comm, s->memory, bytes, &s->window, NCCL_WIN_COLL_SYMMETRIC);
-    if (r != ncclSuccess || !s->window)
+    struct cudaPointerAttributes at = {0};
+    if (r == ncclSuccess && s->window)
+        CUDA_TRY(cudaPointerGetAttributes(&at, s->window));
+    if (at.type != cudaMemoryTypeDevice) /* without symmetric memory it is a handle of the host's */
         FAIL(BAD_INPUT, "--transport lsa: NCCL makes no window here (%s): take --transport nccl", ncclGetErrorString(r));
     int team = lsa_window_team(comm);
     if (team != w->size)
@@ -335,11 +338,14 @@ status lsa_join(lane **out, const lane_rule *rule, backend *b, world *w, nccl_co
     *out = NULL;
     st = take_memory(&s, bytes);
     TRY(w->agree(w, st));
-    st = register_window(&s, bytes, w);
-    TRY(w->agree(w, st));
-    CUDA_TRY(cudaHostAlloc((void **)&window, LSA_RANKS * sizeof *window, cudaHostAllocMapped));
-    CUDA_TRY(lsa_window_peers(c->stream, s.window, w->size, window));
-    CUDA_TRY(cudaStreamSynchronize(c->stream));
+    CUDA_TRY(cudaHostAlloc((void **)&window, (size_t)w->size * sizeof *window, cudaHostAllocMapped));
+    window[0] = s.memory;
+    if (w->size > 1) { /* NCCL makes none for a GPU that is alone */
+        st = register_window(&s, bytes, w);
+        TRY(w->agree(w, st));
+        CUDA_TRY(lsa_window_peers(c->stream, s.window, w->size, window));
+        CUDA_TRY(cudaStreamSynchronize(c->stream));
+    }
     TRY(lsa_open(out, rule, b, w->rank, window, blocks, patience));
     lane_lsa *made = (*out)->self;
     made->n = n;

@@ -84,13 +84,9 @@ void transport_leave(nccl_comm *n)
     nccl_close(n);
 }
 
-/* Straight into each other's memory, where all GPUs reach it and nothing else is asked for. */
 static status open_joined(lane **out, const transport_ask *a, const lane_rule *r, backend *b, world *w, nccl_comm *n)
 {
-    status st = BAD_INPUT;
-    if (a->transport != TRANSPORT_NCCL)
-        st = lane_lsa_open(out, r, b, w, n);
-    return st == BAD_INPUT && a->transport != TRANSPORT_LSA ? lane_nccl_open(out, r, b, w, n) : st;
+    return a->transport == TRANSPORT_LSA ? lane_lsa_open(out, r, b, w, n) : lane_nccl_open(out, r, b, w, n);
 }
 #else /* never asked for: transport_check refuses it */
 status transport_join(nccl_comm **out, const transport_ask *a, world *w, backend *b)

@@ -92,6 +92,9 @@ for transport in $transports; do
     verdict $? "a rank without a sequence, by $transport"
     decode two-uneven-$transport 2 --mode epoch --limit 6 --batch 5 --transport $transport && same one-alone two-uneven-$transport
     verdict $? "3 sequences and 2, by $transport"
+    decode two-seen-$transport 2 --mode epoch --limit 6 --batch 3 --transport $transport --audit --trace &&
+        same one-alone two-seen-$transport
+    verdict $? "audited and traced, by $transport"
     decode two-half-$transport 2 --mode full --limit 50 --batch 16 --transport $transport --combine bf16
     verdict $? "partial sums in bf16, by $transport"
     ended KILL 137 "" --transport $transport

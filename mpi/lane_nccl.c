@@ -338,6 +338,7 @@ status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, n
     d->size = w->size;
     d->top_k = rule->top_k;
     d->hidden = rule->hidden;
+    d->experts = t->experts;
     d->first = t->rank_first[w->rank];
     d->last = t->rank_first[w->rank + 1];
     d->first_unit = t->rank_unit[w->rank];

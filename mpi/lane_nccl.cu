@@ -36,6 +36,37 @@ static __device__ __forceinline__ const int32_t *arrived_ids(const nccl_board &m
     return (const int32_t *)(m.arrived + row * m.row_bytes + m.ids_at);
 }
 
+/* Whose an expert is, where a block's threads ask often. */
+typedef struct owners {
+    uint16_t rank[SUM_TREE_EXPERTS], unit[SUM_TREE_EXPERTS];
+} owners;
+
+/* All threads of the block call. */
+static __device__ __forceinline__ void read_owners(owners *to, const nccl_board &m)
+{
+    for (int e = (int)threadIdx.x; e < m.experts; e += (int)blockDim.x) {
+        to->rank[e] = (uint16_t)m.rank_of[e];
+        to->unit[e] = (uint16_t)m.unit_of[e];
+    }
+    __syncthreads();
+}
+
+/* Calls visit(j, expert) for each edge of a row; the loads do not wait for each other. */
+template <typename VISIT> static __device__ __forceinline__ void each_edge(const int32_t *id, int top_k, VISIT visit)
+{
+    enum { AT_ONCE = 8 };
+    for (int j = 0; j < top_k; j += AT_ONCE) {
+        int32_t e[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            e[i] = j + i < top_k ? id[j + i] : -1;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (e[i] >= 0)
+                visit(j + i, e[i]);
+    }
+}
+
 /* ---- dispatch */
 
 typedef struct pulse_words {
@@ -46,22 +77,24 @@ static __global__ void __launch_bounds__(DEAL_THREADS)
     deal_kernel(tensor ids, const __grid_constant__ nccl_board m, pulse_words pulse)
 {
     __shared__ uint64_t room[WARP];
+    __shared__ owners of;
     int to = (int)blockIdx.x, me = (int)threadIdx.x;
     int64_t n = used_rows(ids);
+    read_owners(&of, m);
     uint64_t before = 0; /* rows, then partial sums in the low half */
     for (int64_t base = 0; base < n; base += DEAL_THREADS) {
         int64_t i = base + me;
         const int32_t *id = row_of<int32_t>(ids, i);
         uint64_t mine = 0, total;
         int first = -1, unit = -1;
-        for (int j = 0; i < n && j < m.top_k && id[j] >= 0; j++) {
-            if (m.rank_of[id[j]] != to)
-                continue;
-            if (first < 0)
-                first = j;
-            mine += m.unit_of[id[j]] != unit;
-            unit = m.unit_of[id[j]];
-        }
+        if (i < n)
+            each_edge(id, m.top_k, [&](int j, int e) {
+                if (of.rank[e] != to)
+                    return;
+                first = first < 0 ? j : first;
+                mine += of.unit[e] != unit;
+                unit = of.unit[e];
+            });
         if (first >= 0)
             mine |= (uint64_t)1 << 32;
         uint64_t at = before + block_prefix(mine, &total, room);
@@ -71,12 +104,12 @@ static __global__ void __launch_bounds__(DEAL_THREADS)
         int32_t row = (int32_t)(at >> 32), term = (int32_t)at;
         m.row_at[i * m.top_k + first] = row;
         unit = -1;
-        for (int j = first; j < m.top_k && id[j] >= 0 && m.rank_of[id[j]] == to; j++) {
-            if (m.unit_of[id[j]] == unit)
-                continue;
-            unit = m.unit_of[id[j]];
+        each_edge(id, m.top_k, [&](int j, int e) {
+            if (of.rank[e] != to || of.unit[e] == unit)
+                return;
+            unit = of.unit[e];
             m.term_at[i * m.top_k + j] = to == m.rank ? row * m.units + unit - m.first_unit : term++;
-        }
+        });
     }
     if (me < (int)(sizeof(nccl_greeting) / sizeof(int32_t))) {
         int32_t word = me == 0 ? (int32_t)(before >> 32) : me == 1 ? (int32_t)before : pulse.word[me - 2];
@@ -157,6 +190,7 @@ static __device__ void complain(const nccl_board &m, int what, int rank, int hav
 static __global__ void __launch_bounds__(DEAL_THREADS) arrive_kernel(const __grid_constant__ nccl_board m)
 {
     __shared__ uint64_t room[WARP];
+    __shared__ owners of;
     int from = (int)blockIdx.x, me = (int)threadIdx.x, n = m.in[from].rows;
     int64_t first = arrived_before(m, from), before = 0;
     if (from == m.rank) { /* nothing to check: its rows never left */
@@ -165,20 +199,19 @@ static __global__ void __launch_bounds__(DEAL_THREADS) arrive_kernel(const __gri
                                          m.in[(m.rank + m.size - 1) % m.size].rows);
         return;
     }
+    read_owners(&of, m);
     for (int base = 0; base < n; base += DEAL_THREADS) {
         int i = base + me, unit = -1;
         uint64_t mine = 0, total;
-        if (i < n) {
-            const int32_t *id = arrived_ids(m, first + i);
-            for (int j = 0; j < m.top_k && id[j] >= 0; j++) {
-                if (id[j] < m.first || id[j] >= m.last) {
-                    complain(m, ARRIVED_ASTRAY, from, id[j], 0);
-                    continue;
+        if (i < n)
+            each_edge(arrived_ids(m, first + i), m.top_k, [&](int, int e) {
+                if (e < m.first || e >= m.last) {
+                    complain(m, ARRIVED_ASTRAY, from, e, 0);
+                    return;
                 }
-                mine += m.unit_of[id[j]] != unit;
-                unit = m.unit_of[id[j]];
-            }
-        }
+                mine += of.unit[e] != unit;
+                unit = of.unit[e];
+            });
         uint64_t at = block_prefix(mine, &total, room);
         if (i < n && m.back_at)
             m.back_at[first + i] = (int32_t)(before + (int64_t)at);

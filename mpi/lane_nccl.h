@@ -25,7 +25,7 @@ typedef struct nccl_ledger {
 /* All pointers are the device's. Ring order is this rank, rank + 1, rank + 2 and so on. */
 typedef struct nccl_board {
     int rank, size, top_k, hidden, units, first_unit, shards;
-    int first, last;                       /* experts of this rank: [first, last) */
+    int experts, first, last;              /* of all ranks; of this one: [first, last) */
     int64_t row_bytes, ids_at, weights_at; /* a row that travels: [x BF16 | ids I32 | weights F32] */
     bool half;                             /* partial sums travel as BF16 */
     const int32_t *rank_of, *unit_of;      /* [experts] */

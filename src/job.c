@@ -180,7 +180,7 @@ status job_open(job *j, const char *command_line)
     j->report = calloc(n + 1, sizeof *j->report);
     j->audited = calloc(n + 1, sizeof *j->audited);
     j->log = calloc((size_t)j->stage.executor->plans.log.rows + 1, sizeof *j->log);
-    j->queue_room = j->stage.slot_count + 1;
+    j->queue_room = 2 * j->stage.slot_count + 1;
     j->queue = calloc((size_t)j->queue_room, sizeof *j->queue);
     j->want = calloc((size_t)w->size, sizeof *j->want);
     j->note[0].pulses = calloc((size_t)w->size * PULSE, sizeof(int32_t));

@@ -11,6 +11,8 @@
 #include <string.h>
 #include <unistd.h>
 
+enum { STORE = 16 }; /* rows in store: one for so many slots */
+
 /* ---- between forwards */
 
 /* The next row that is still to run; *out is NULL at the end, and where the row is for another rank (`mine` false). */
@@ -40,13 +42,13 @@ out:
     return st;
 }
 
-/* Slots that neither hold a sequence nor have one waiting for them. */
+/* Slots that neither hold a sequence nor have one waiting for them; negative where more wait. */
 static int32_t free_slots(const job *j)
 {
     int32_t n = j->stage.slot_count - j->queue_count;
     for (int32_t i = 0; i < j->stage.slot_count; i++)
         n -= j->flight[i].row != NULL;
-    return n > 0 ? n : 0;
+    return n;
 }
 
 /* All ranks deal the rows that were asked for in the pulses they heard last; this rank queues its own. A rank that is
@@ -55,7 +57,7 @@ static status deal_rows(job *j)
 {
     status st = OK;
     if (j->w->size == 1)
-        j->want[0] = free_slots(j);
+        j->want[0] = free_slots(j); /* less than none: nobody wants one */
     deal d = {.size = j->w->size, .want = j->want};
     for (int rank; !j->fed && (rank = deal_next(&d)) >= 0;) {
         row *r;
@@ -113,7 +115,8 @@ static bool stop_wanted(job *j)
     return stop_asked() || j->stop_file_seen || (j->o->time_budget > 0 && t - j->born > j->o->time_budget);
 }
 
-/* What this rank says in the next forward. Rows that it asked for in a forward not yet heard are on their way. */
+/* What this rank says in the next forward. Rows that it asked for in a forward not yet heard are on their way. Where
+ * asking takes some forwards, it keeps a few rows in store, so that no slot waits for them. */
 static status set_pulse(job *j)
 {
     status st = OK;
@@ -121,7 +124,7 @@ static status set_pulse(job *j)
     int32_t flying = 0, *p = l->pulse;
     for (int32_t i = 0; i < j->stage.slot_count; i++)
         flying += j->flight[i].row != NULL;
-    int32_t want = free_slots(j);
+    int32_t want = free_slots(j) + (j->late ? (j->stage.slot_count + STORE - 1) / STORE : 0);
     for (int64_t n = j->heard; n < j->counters.forwards; n++)
         want -= j->note[n % 2].asked;
     p[PULSE_BUSY] = flying + j->queue_count;

@@ -35,8 +35,7 @@ gpu_tests() { # gpu_tests FOLDER: every test_cuda*.c there, one after the other
     return $rc
 }
 transports="nccl lsa"
-modes="full epoch no-atlas no-lsp no-lane"
-modes_apart="full epoch no-atlas no-lsp" # no-lane computes more and takes what epoch takes: the same answers
+modes="full epoch no-atlas no-lsp" # no-lane computes more and takes what epoch takes: the same answers
 samples=datasets/samples
 demo_data() { # demo_data FOLDER: what there is to decode
     local language
@@ -63,7 +62,7 @@ run_demos() { # run_demos NAME OPTION...: the 550 demo items, then 1300 that wer
         run_demo "$name-more" "$(demo_data "$build/demo/data")" "$@"
 }
 cpu_demos() { # in the background, beside the tests
-    for mode in $modes_apart; do
+    for mode in $modes; do
         run_demos "cpu-$mode" --device cpu --mode "$mode" --threads $((($(nproc) + 3) / 4)) >/dev/null 2>"$build/demo/cpu-$mode.errors" &
     done
     wait
@@ -94,8 +93,10 @@ demo() {
         run_demos "gpu-$mode" --device cuda --mode "$mode" || rc=1
         echo "$mode: $(grep -h '^speed' "$build/demo/gpu-$mode.log" "$build/demo/gpu-$mode-more.log" | tr -s ' ' | tr '\n' ' ')"
     done
+    run_demo gpu-no-lane "$(demo_data $samples) --data humaneval:$samples/humaneval_demo.jsonl" --device cuda --mode no-lane || rc=1
+    cmp "$build/demo/gpu-no-lane.wrong" "$build/demo/gpu-epoch.wrong" && echo "no-lane: right and wrong where epoch is" || rc=1
     for mode in $modes; do
-        cpu=cpu-${mode/no-lane/epoch}
+        cpu=cpu-$mode
         until [ -e "$build/demo/$cpu-more.wrong" ]; do sleep 1; done
         [ -e "$build/demo/gpu-$mode-more.wrong" ] || continue
         echo "accuracy $mode: GPU and CPU, the samples: $(paired "gpu-$mode" "$cpu")"
@@ -122,10 +123,11 @@ sanitize_all() {
 }
 bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real decode
     local rc=0 pace="--schedule tests/bench/schedule.json"
-    $build/epoch bench --device cuda --prefix 256,1024 --out "$out/full.h5" || rc=1
-    $build/epoch bench --device cuda --mode full,epoch --cohort 0 --batch 1,128,256,512 --support 64,0 $pace \
+    $build/epoch bench --device cuda --out "$out/full.h5" || rc=1
+    $build/epoch bench --device cuda --prefix 1024 --batch 1,32,512 --iterations 10 --out "$out/full1024.h5" || rc=1
+    $build/epoch bench --device cuda --mode full,epoch --cohort 0 --batch 1,128,256,512 --support 64,0 --blocks 2 $pace \
         --out "$out/epoch.h5" || rc=1
-    $build/epoch bench --device cuda --mode full,epoch --cohort 1,8 --batch 128,512 --support 64,0 --blocks 1 $pace \
+    $build/epoch bench --device cuda --mode epoch --cohort 1,8 --batch 128,512 --support 64 --blocks 1 $pace \
         --out "$out/cohorts.h5" || rc=1
     return $rc
 }
@@ -149,7 +151,7 @@ gpus() { # the same shapes on one GPU and on two, by each transport; then one th
 echo "# $(date -u +%Y-%m-%dT%H:%MZ), $(git describe --always --dirty 2>/dev/null || echo 'no git')"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>&1
 nvcc --version 2>/dev/null | tail -n 1
-export out build modes modes_apart samples transports sanitizer
+export out build modes samples transports sanitizer
 export -f pc build_all gpu_tests demo_data run_demo run_demos paired demo sanitize sanitize_all bench lane gpus
 if wanted build; then
     pc openblas openblas cblas.h

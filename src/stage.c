@@ -133,8 +133,8 @@ out:
     return st;
 }
 
-/* Is there room for the rank that has most? opened: what is fixed was taken already. */
-static status check_memory(const stage *s, double bytes, bool opened)
+/* Of the rank that has most. */
+static memory_plan plan_memory(const stage *s)
 {
     memory_plan p;
     executor_rule most = s->rule;
@@ -144,6 +144,13 @@ static status check_memory(const stage *s, double bytes, bool opened)
     double shadow = s->options->audit ? (double)audit_bytes(&most, &s->config, activation) : 0;
     p.activations += shadow;
     p.total += shadow;
+    return p;
+}
+
+/* Is there room? opened: what is fixed was taken already. */
+static status check_memory(const stage *s, double bytes, bool opened)
+{
+    memory_plan p = plan_memory(s);
     return memory_fits(&p, opened ? bytes + p.fixed : bytes);
 }
 
@@ -277,6 +284,9 @@ void stage_print(const stage *s, FILE *to)
                 (double)weights_bytes(c, &wr) / 1e6, (double)z.kv / 1e6, (double)z.slots / 1e6,
                 (double)z.iteration / 1e6);
     }
+    memory_plan p = plan_memory(s);
+    fprintf(to, "# the rank that has most takes %.1f MB of its device: lane %.1f, scratch %.1f, CUDA itself %.1f besides\n",
+            p.total / 1e6, p.lane / 1e6, p.scratch / 1e6, p.fixed / 1e6);
 }
 
 json_t *stage_json(const stage *s)

@@ -250,7 +250,7 @@ def test_dry_run():
     out = new("dry.h5")
     rc, stdout, stderr = epoch(*words(out, more=["--dry-run"]))
     same((rc, stderr), (0, ""))
-    holds(stdout, "8 layers", "32 experts", "0-15", "16-31")
+    holds(stdout, "8 layers", "32 experts", "0-15", "16-31", "the rank that has most takes")
     assert not out.exists()
 
 

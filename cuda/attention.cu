@@ -16,6 +16,7 @@ enum {
     HEAD = 128,
     KEYS = 64,              /* of a step */
     CHUNK_STEPS = 4,        /* 256 keys */
+    SPLIT_STEPS = 2,        /* what a chunk's way through device memory takes, in steps */
     UNIT = 64,              /* rows of a warpgroup */
     HALF = UNIT * TILE_ROW, /* 64 rows by half a head: bytes */
     QUERY_BYTES = 4 * HALF, /* two units */
@@ -25,7 +26,8 @@ enum {
     AT_TOTAL = AT_RING + STAGES * STAGE_BYTES, /* each warpgroup's chunks so far: F32 [HEAD / 2, 128] */
     AT_BARRIERS = AT_TOTAL + 2 * HEAD / 2 * 128 * 4,
     AT_LAST = AT_BARRIERS + (2 * STAGES + 4) * 8,
-    SHARED = AT_LAST + 16,
+    AT_PLAN = AT_LAST + 8,
+    SHARED = AT_PLAN + 8,
     THREADS = 384,
     UNITS_MOST = 1024,  /* that may be split */
     CHUNKS_MOST = 4096, /* of all split units */
@@ -40,7 +42,7 @@ typedef struct attend_op {
     int span_rows;  /* most spans */
     int block, heads, kv_heads, group;
     int units;       /* of one key head */
-    int split_units; /* all units are split where there are at most so many */
+    int split_units; /* there is room for the chunks of so many */
     int most_chunks;
     int page_base; /* the layer's first page */
     float scale;   /* log2(e) / sqrt(HEAD) */
@@ -53,23 +55,35 @@ typedef struct attend_item {
     int index; /* among all units, where they are split */
 } attend_item;
 
-/* How many pieces there are; split: one unit and one chunk each, else two units and all chunks. */
-static __device__ __forceinline__ int attend_items(const attend_op &op, bool &split)
+/* How many pieces there are. chunks 0: a piece is two units and all their chunks; else it is one unit and one chunk, of
+ * so many at most. */
+typedef struct attend_plan {
+    int items, chunks;
+} attend_plan;
+
+/* Units are split where their chunks all find room at once, or where it ends earlier. By a whole warp. */
+static __device__ attend_plan attend_divide(const attend_op &op)
 {
     int spans = op.span_count ? *op.span_count : op.span_rows;
     spans = spans < op.span_rows ? spans : op.span_rows;
-    int units = spans * op.kv_heads * op.units;
-    split = units <= op.split_units;
-    return split ? units * op.most_chunks : spans * op.kv_heads * ((op.units + 1) / 2);
+    int pairs = spans * op.kv_heads * ((op.units + 1) / 2), units = spans * op.kv_heads * op.units;
+    if (units > op.split_units || spans > WARP)
+        return {pairs, 0};
+    int lane = (int)threadIdx.x, keys = lane < spans ? (op.spans[lane].block + 1) * op.block : 0;
+    int steps = (keys + KEYS - 1) / KEYS, chunks = (steps + CHUNK_STEPS - 1) / CHUNK_STEPS;
+    int most_steps = __reduce_max_sync(EVERY_LANE, steps), most = __reduce_max_sync(EVERY_LANE, chunks);
+    int all = __reduce_add_sync(EVERY_LANE, chunks) * op.kv_heads * op.units, grid = (int)gridDim.x;
+    bool sooner = (all + grid - 1) / grid * (CHUNK_STEPS + SPLIT_STEPS) < (pairs + grid - 1) / grid * most_steps;
+    return most > 1 && (all <= grid || sooner) ? attend_plan{units * most, most} : attend_plan{pairs, 0};
 }
 
 /* Piece i; false: there is nothing to do. */
-static __device__ __forceinline__ bool attend_find(const attend_op &op, bool split, int i, attend_item &w)
+static __device__ __forceinline__ bool attend_find(const attend_op &op, int split, int i, attend_item &w)
 {
     int chunk = 0, tiles = split ? op.units : (op.units + 1) / 2;
     if (split) {
-        chunk = i % op.most_chunks;
-        i /= op.most_chunks;
+        chunk = i % split;
+        i /= split;
     }
     w.index = i;
     w.unit = i % tiles * (split ? 1 : 2);
@@ -99,13 +113,12 @@ static __device__ void attend_feed(const attend_op &op, const uint8_t *room, con
                                    const CUtensorMap *v)
 {
     const attend_rings b = attend_shared(room);
-    bool split;
-    const int items = attend_items(op, split);
+    const attend_plan plan = *(const attend_plan *)(room + AT_PLAN);
     uint32_t stage = 0, parity = 1, query = 0, query_parity = 1;
     const uint32_t page_bytes = (uint32_t)op.block * TILE_ROW;
-    for (int i = (int)blockIdx.x; i < items; i += (int)gridDim.x) {
+    for (int i = (int)blockIdx.x; i < plan.items; i += (int)gridDim.x) {
         attend_item w;
-        if (!attend_find(op, split, i, w))
+        if (!attend_find(op, plan.chunks, i, w))
             continue;
         int first = w.unit * UNIT / op.block,
             last = (w.unit + w.count) * UNIT / op.block; /* query heads of the group */
@@ -243,8 +256,21 @@ static __device__ __forceinline__ void attend_out(const attend_op &op, const att
     fence_written(); /* before the copy engine writes here */
 }
 
-/* A chunk of a split unit waits in device memory; whoever finishes the last one joins them all, in order. True: it was
- * this warpgroup, and o and all are the unit's. */
+/* What a thread left of a chunk in device memory. */
+static __device__ __forceinline__ void attend_fetch(const float *from, float (&o)[HEAD / 2], attend_rows &r)
+{
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        r.most[i] = __ldcg(from + (HEAD / 2 + i) * 128);
+        r.sum[i] = __ldcg(from + (HEAD / 2 + 2 + i) * 128);
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD / 2; i++)
+        o[i] = __ldcg(from + i * 128);
+}
+
+/* A chunk of a split unit waits in device memory; whoever finishes the last one joins them all, in order, each fetched
+ * while the one before is joined. True: it was this warpgroup, and o and all are the unit's. */
 static __device__ __forceinline__ bool attend_gather(const attend_op &op, const attend_item &w, int side,
                                                      float (&o)[HEAD / 2], attend_rows &all, int32_t *last)
 {
@@ -267,24 +293,21 @@ static __device__ __forceinline__ bool attend_gather(const attend_op &op, const 
     if (!*last)
         return false;
     __threadfence();
-    for (int c = 0; c < w.chunks; c++) {
-        const float *from = unit + (int64_t)c * PARTIAL_FLOATS;
-        attend_rows r;
-        float a[2] = {0, 0}, b[2] = {1, 1};
+    attend_fetch(unit, o, all);
+    float next[HEAD / 2];
+    attend_rows r;
+    attend_fetch(unit + PARTIAL_FLOATS, next, r);
+    for (int c = 1; c < w.chunks; c++) {
+        float x[HEAD / 2], a[2], b[2];
+        attend_rows now = r;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            r.most[i] = __ldcg(from + (HEAD / 2 + i) * 128);
-            r.sum[i] = __ldcg(from + (HEAD / 2 + 2 + i) * 128);
-        }
-        if (c > 0)
-            attend_meet(all, r, a, b, op.scale);
-        else
-            all = r;
+        for (int i = 0; i < HEAD / 2; i++)
+            x[i] = next[i];
+        attend_fetch(unit + (int64_t)(c + 1 < w.chunks ? c + 1 : c) * PARTIAL_FLOATS, next, r);
+        attend_meet(all, now, a, b, op.scale);
 #pragma unroll
-        for (int i = 0; i < HEAD / 2; i++) {
-            float x = __ldcg(from + i * 128);
-            o[i] = c > 0 ? __fmaf_rn(o[i], a[i / 2 % 2], __fmul_rn(x, b[i / 2 % 2])) : x;
-        }
+        for (int i = 0; i < HEAD / 2; i++)
+            o[i] = __fmaf_rn(o[i], a[i / 2 % 2], __fmul_rn(x[i], b[i / 2 % 2]));
     }
     if (me == 0)
         chunks_done[w.index] = 0;
@@ -358,14 +381,13 @@ static __device__ __forceinline__ void attend_step(const attend_op &op, const at
 static __device__ void attend_consume(const attend_op &op, uint8_t *room, int side)
 {
     const attend_rings b = attend_shared(room);
-    bool split;
-    const int items = attend_items(op, split);
+    const attend_plan plan = *(const attend_plan *)(room + AT_PLAN);
     float *total = (float *)(room + AT_TOTAL) + side * (HEAD / 2 * 128) + threadIdx.x % 128;
     int32_t *last = (int32_t *)(room + AT_LAST) + side;
     uint32_t stage = 0, parity = 0, query = 0, query_parity = 0;
-    for (int i = (int)blockIdx.x; i < items; i += (int)gridDim.x) {
+    for (int i = (int)blockIdx.x; i < plan.items; i += (int)gridDim.x) {
         attend_item w;
-        if (!attend_find(op, split, i, w))
+        if (!attend_find(op, plan.chunks, i, w))
             continue;
         const uint32_t q = b.at + query * QUERY_BYTES + (uint32_t)side * HALF;
         barrier_wait(b.query_full + 8 * query, query_parity);
@@ -412,8 +434,8 @@ static __device__ void attend_consume(const attend_op &op, uint8_t *room, int si
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             parity ^= stage == 0;
             attend_end_chunk(op, from, to - 1, o, r, all, total, false);
-            attend_find(op, split, i, w); /* once more, rather than kept through the steps */
-            if (!split || w.chunks == 1 || attend_gather(op, w, side, o, all, last))
+            attend_find(op, plan.chunks, i, w); /* once more, rather than kept through the steps */
+            if (!plan.chunks || w.chunks == 1 || attend_gather(op, w, side, o, all, last))
                 attend_out(op, w, side, o, all, q);
         }
         attend_release(b.query_empty + 8 * query);
@@ -443,9 +465,14 @@ static __global__ void __launch_bounds__(THREADS, 1)
         }
         barrier_init_done();
     }
-    __syncthreads();
     let_next();
     after_previous();
+    if (threadIdx.x < WARP) {
+        attend_plan plan = attend_divide(op);
+        if (threadIdx.x == 0)
+            *(attend_plan *)(room + AT_PLAN) = plan;
+    }
+    __syncthreads();
     if (threadIdx.x < 128) {
         registers_fewer<40>();
         if (threadIdx.x == 0)

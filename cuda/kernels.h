@@ -32,6 +32,14 @@ typedef struct cuda_buffer {
     size_t bytes;
 } cuda_buffer;
 
+/* What `experts` left to be summed, in its scratch. */
+typedef struct cuda_terms {
+    tensor ids;
+    const void *term;        /* BF16 [places, H] */
+    const int32_t *place_of; /* [edges] */
+    int32_t shards, per_shard; /* of the tree */
+} cuda_terms;
+
 typedef struct cuda_staging cuda_staging; /* upload: pinned halves and their twins on the device (backend_cuda.c) */
 typedef struct cuda_box { /* post and fetch: pinned host memory, and when the newest copy into it is there */
     void *pinned;
@@ -57,6 +65,7 @@ typedef struct cuda {
     int32_t angle_count, angle_dim;
     float angle_theta;
     cuda_buffer begins;       /* where each slot's rows begin, from rows to commit (slots.cu) */
+    cuda_terms terms;         /* of the newest experts whose y had no data */
     int32_t experts;          /* of the newest route: what the logs call all experts */
     cuda_buffer seen;         /* bit masks of the experts chosen in this forward, by layer and cohort (route.cu) */
     cuda_buffer ranges;       /* of each cohort, between the kernels of the Atlas; clean between ops (atlas.cu) */

@@ -73,7 +73,7 @@ status lane_self_cuda_open(lane **out, const lane_rule *rule, backend *b)
     TRY(b->reserve(b, &s->room, (size_t)(rule->max_rows * rule->hidden) * sizeof(float)));
     s->rule = *rule;
     s->b = b;
-    *l = (lane){.name = "self", .rank = 0, .size = 1, .replays = true, .self = s, .dispatch = dispatch,
+    *l = (lane){.name = "self", .rank = 0, .size = 1, .replays = true, .passes = true, .self = s, .dispatch = dispatch,
                 .combine = combine, .traffic = traffic, .close = close_lane};
     l->pulses = l->pulse; /* what this rank says, all ranks have heard */
     *out = l;

@@ -1,9 +1,15 @@
 /* The ends of sublayers: what was computed joins the residual stream, and the next sublayer's input is normed from it,
  * in one pass. Twin of src/cpu/residual.c. A block takes a row at a time, a thread V neighbours; a thread keeps the
- * first vector of its row, and reads again what it wrote of the others. Each sum is rounded to BF16 before the next. */
+ * first vector of its row, and reads again what it wrote of the others. Each sum is rounded to BF16 before the next.
+ * Where the experts left their terms, a row's sum over them is made here, in the tree's order (tree.cuh). */
 #include "cuda/device.cuh"
+#include "cuda/tree.cuh"
 
-enum { THREADS = 256, WAVES = 16, VECTOR = 8 };
+enum { THREADS = 256, WAVES = 16, VECTOR = 8, TERMS_AT_ONCE = 4 };
+
+/* Where y comes from: a row of its own; the packed rows; the terms of a packed row, in a tree of up to 3 levels, or
+ * more. */
+enum { FROM_ROWS, FROM_PACKED, FROM_TERMS, FROM_MANY_TERMS };
 
 typedef struct residual_op {
     residual r;
@@ -13,15 +19,15 @@ typedef struct residual_op {
     batch in;
     slots s;
     block_rule k;
+    cuda_terms t;
     volatile int32_t *reached; /* in host memory: one write across the bus, for which nothing waits */
 } residual_op;
 
-/* What the routed experts give a row: from `packed` (fp32), where the forward computed it, else from the cache; `keep`:
- * packed goes into the cache too. */
+/* What the routed experts give a row: packed row `place`; -1: what the cache has. keep: it goes into the cache. */
 typedef struct routed_row {
-    const float *packed;
-    bf16 *cache;
+    int32_t place;
     bool keep;
+    bf16 *cache;
 } routed_row;
 
 static __device__ __forceinline__ routed_row find_routed(const residual_op &a, int64_t row)
@@ -31,10 +37,73 @@ static __device__ __forceinline__ routed_row find_routed(const residual_op &a, i
     bool sealing = ((const int32_t *)a.in.role.data)[row] == ROW_SEALING;
     const slot *x = (const slot *)a.s.slot.data + owner;
     uint64_t fresh = x->fresh, decoded = x->decoded;
-    bool anew = sealing || (fresh >> in_block & 1);
-    return {anew ? row_of<float>(a.y, place) : NULL,
-            row_of<bf16>(a.cache, ((int64_t)a.layer * a.s.slot_count + owner) * a.k.block_size + in_block),
-            !sealing && (decoded >> in_block & 1)};
+    return {sealing || (fresh >> in_block & 1) ? place : -1, !sealing && (decoded >> in_block & 1),
+            row_of<bf16>(a.cache, ((int64_t)a.layer * a.s.slot_count + owner) * a.k.block_size + in_block)};
+}
+
+/* The edges of a packed row, edge j in lane j: its place among the terms, and how it meets those before it. -2: it is
+ * the first; -1: in their shard; else at this level of the tree. */
+typedef struct row_edges {
+    uint32_t present;
+    int place, way;
+} row_edges;
+
+static __device__ __forceinline__ row_edges find_edges(const cuda_terms &t, int64_t row)
+{
+    int lane = (int)threadIdx.x % WARP, edges = (int)t.ids.cols;
+    int id = lane < edges ? row_of<int32_t>(t.ids, row)[lane] : -1;
+    row_edges e = {__ballot_sync(EVERY_LANE, id >= 0), 0, -2};
+    uint32_t earlier = e.present & ((1u << lane) - 1);
+    int before = __shfl_sync(EVERY_LANE, id, earlier ? 31 - __clz((int)earlier) : lane);
+    if (id >= 0)
+        e.place = t.place_of[row * edges + lane];
+    if (id >= 0 && earlier) {
+        int a = before / t.per_shard, b = id / t.per_shard;
+        e.way = a == b ? -1 : depth_of(a, b, t.shards);
+    }
+    return e;
+}
+
+/* Their sum, of vector j of the terms (`inside`: there is one). All lanes call: they know the edges. */
+template <int LEVELS, int V>
+static __device__ __forceinline__ void sum_terms(float (&sum)[V], const cuda_terms &t, const row_edges &e, int64_t j,
+                                                 int64_t width, bool inside)
+{
+    typedef pack_of<bf16, V> pack;
+    const float zero[V] = {};
+    running_sum<LEVELS, V> s;
+    s.begin(zero);
+    for (int first = 0; e.present >> first; first += TERMS_AT_ONCE) {
+        pack v[TERMS_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < TERMS_AT_ONCE; i++) {
+            int64_t place = __shfl_sync(EVERY_LANE, e.place, first + i);
+            if (inside && (e.present >> (first + i) & 1))
+                v[i] = ((const pack *)t.term)[place * width + j];
+        }
+#pragma unroll
+        for (int i = 0; i < TERMS_AT_ONCE; i++) {
+            if (!(e.present >> (first + i) & 1))
+                continue;
+            int way = __shfl_sync(EVERY_LANE, e.way, first + i);
+            float x[V];
+#pragma unroll
+            for (int k = 0; k < V; k++)
+                x[k] = widen(v[i].x[k]);
+            if (way == -2)
+                s.begin(x);
+            else if (way == -1)
+                s.add(x);
+            else
+                s.turn(x, way);
+        }
+        if (first + TERMS_AT_ONCE >= WARP)
+            break;
+    }
+    s.join(-1);
+#pragma unroll
+    for (int k = 0; k < V; k++)
+        sum[k] = s.newest[k];
 }
 
 template <int V> static __device__ __forceinline__ void add(pack_of<bf16, V> &a, const pack_of<bf16, V> &b)
@@ -44,10 +113,11 @@ template <int V> static __device__ __forceinline__ void add(pack_of<bf16, V> &a,
         narrow(&a.x[k], widen(a.x[k]) + widen(b.x[k]));
 }
 
-template <int V, bool MERGE> static __global__ void __launch_bounds__(THREADS) residual_kernel(residual_op a)
+template <int V, int FROM> static __global__ void __launch_bounds__(THREADS) residual_kernel(residual_op a)
 {
     typedef pack_of<bf16, V> pack;
     typedef pack_of<float, V> wide;
+    constexpr bool TERMS = FROM == FROM_TERMS || FROM == FROM_MANY_TERMS;
     __shared__ float room[THREADS / WARP];
     let_next();
     const int64_t width = a.r.x.cols / V;
@@ -60,36 +130,49 @@ template <int V, bool MERGE> static __global__ void __launch_bounds__(THREADS) r
     const int64_t n = used_rows(a.r.x);
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         pack *x = (pack *)row_of<bf16>(a.r.x, i), *h = (pack *)row_of<bf16>(a.r.h, i), first = {};
-        const pack *y = MERGE ? NULL : (const pack *)row_of<bf16>(a.y, i);
-        const pack *shared = MERGE && a.shared.data ? (const pack *)row_of<bf16>(a.shared, i) : NULL;
+        const pack *shared = a.shared.data ? (const pack *)row_of<bf16>(a.shared, i) : NULL;
         routed_row routed = {};
-        if (MERGE)
+        row_edges edges = {};
+        if (FROM != FROM_ROWS)
             routed = find_routed(a, i);
+        if (TERMS && routed.place >= 0)
+            edges = find_edges(a.t, routed.place);
         float sum = 0;
-        for (int64_t j = threadIdx.x; j < width; j += THREADS) {
-            pack to = x[j], more;
-            if (!MERGE) {
-                more = y[j];
-            } else {
-                pack z;
-                if (shared)
+        for (int64_t base = 0; base < width; base += THREADS) {
+            const int64_t j = base + threadIdx.x;
+            const bool inside = j < width;
+            pack to = {}, more = {}, z = {};
+            if (inside) {
+                to = x[j];
+                if (FROM == FROM_ROWS)
+                    more = ((const pack *)row_of<bf16>(a.y, i))[j];
+                else if (shared)
                     z = shared[j];
-                if (routed.packed) {
-                    wide f = ((const wide *)routed.packed)[j];
+            }
+            if (FROM != FROM_ROWS && routed.place >= 0) {
+                float f[V] = {};
+                if (TERMS) {
+                    sum_terms<FROM == FROM_TERMS ? 3 : 10>(f, a.t, edges, j, width, inside);
+                } else if (inside) {
+                    wide packed = ((const wide *)row_of<float>(a.y, routed.place))[j];
 #pragma unroll
                     for (int k = 0; k < V; k++)
-                        narrow(&more.x[k], f.x[k]);
-                    if (routed.keep)
-                        ((pack *)routed.cache)[j] = more;
-                } else {
-                    more = ((const pack *)routed.cache)[j];
+                        f[k] = packed.x[k];
                 }
-                if (shared)
-                    add(more, z);
+#pragma unroll
+                for (int k = 0; k < V; k++)
+                    narrow(&more.x[k], f[k]);
+                if (inside && routed.keep)
+                    ((pack *)routed.cache)[j] = more;
+            } else if (FROM != FROM_ROWS && inside) {
+                more = ((const pack *)routed.cache)[j];
             }
+            if (FROM != FROM_ROWS && shared)
+                add(more, z);
             add(to, more);
-            x[j] = to;
-            if (j == threadIdx.x)
+            if (inside)
+                x[j] = to;
+            if (base == 0)
                 first = to;
 #pragma unroll
             for (int k = 0; k < V; k++)
@@ -116,7 +199,7 @@ static bool wide_rows(const tensor *t)
     return !t->data || vectors_fit(*t, VECTOR);
 }
 
-template <bool MERGE> static status end(cuda *c, residual_op &a, const char *what)
+template <int FROM> static status end(cuda *c, residual_op &a, const char *what)
 {
     a.reached = c->reached;
     const residual &r = a.r;
@@ -127,7 +210,7 @@ template <bool MERGE> static status end(cuda *c, residual_op &a, const char *wha
     assert(r.x.type == BF16 && r.h.type == BF16 && r.norm->type == F32 && r.h.rows >= r.x.rows);
     assert(r.h.cols == r.x.cols && r.norm->cols == r.x.cols && a.y.cols == r.x.cols);
     assert(!r.h_fresh.data || (r.h_fresh.type == BF16 && r.h_fresh.cols == r.x.cols));
-    auto kernel = wide ? residual_kernel<VECTOR, MERGE> : residual_kernel<1, MERGE>;
+    auto kernel = wide ? residual_kernel<VECTOR, FROM> : residual_kernel<1, FROM>;
     return launch(c, what, kernel, cuda_grid(c, r.x.rows, WAVES), THREADS, 0, a);
 }
 
@@ -139,14 +222,17 @@ extern "C" status cuda_add_norm(backend *b, const residual *r, const tensor *y, 
     a.y = *y;
     a.in = *in;
     assert(y->type == BF16 && y->rows >= r->x.rows);
-    return end<false>(cuda_of(b), a, "add and norm");
+    return end<FROM_ROWS>(cuda_of(b), a, "add and norm");
 }
 
 extern "C" status cuda_merge(backend *b, const residual *r, const tensor *packed, const tensor *shared, tensor *cache,
                              int layer, const batch *in, const slots *s, const block_rule *k)
 {
-    residual_op a = {*r, (const float *)r->norm->data, *packed, *shared, *cache, layer, *in, *s, *k};
+    cuda *c = cuda_of(b);
+    residual_op a = {*r, (const float *)r->norm->data, *packed, *shared, *cache, layer, *in, *s, *k, c->terms};
     assert(packed->type == F32 && cache->type == BF16 && cache->cols == r->x.cols);
     assert(!shared->data || (shared->type == BF16 && shared->cols == r->x.cols && shared->rows >= r->x.rows));
-    return end<true>(cuda_of(b), a, "merge");
+    if (packed->data)
+        return end<FROM_PACKED>(c, a, "merge");
+    return c->terms.shards <= 8 ? end<FROM_TERMS>(c, a, "merge") : end<FROM_MANY_TERMS>(c, a, "merge");
 }

@@ -178,6 +178,7 @@ typedef struct backend {
     const volatile int32_t *reached; /* where runs_ahead: in host memory, `through` of the newest add_norm or merge that
                                         began; -1: none yet. NULL where calls return when their work is done */
     bool runs_ahead;      /* calls return before their work is done: what a forward did is best read one forward late */
+    bool late_sums;       /* `experts` can leave its sums to `merge` */
     int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; -1: this backend does not count */
 
     /* memory and time */
@@ -253,14 +254,15 @@ typedef struct backend {
     status (*route)(struct backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p,
                     int layer, const batch *in, const slots *s, const route_rule *r, const block_rule *k);
     /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit u,
-     * in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. */
+     * in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. y without data (late_sums
+     * and a tree of one unit): `merge` makes the sums, before any other op but join. */
     status (*experts)(struct backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                       const expert_set *e);
     /* add_norm of what a sparse layer gives each row, y[row] (+ shared[row], where shared has data). y[row] = packed[i]
      * for row = fresh[i] unless the slot's `fresh` mask lacks it (dense_lane); other rows of active blocks come from the
-     * decoded cache. Rows that are decoded and fresh are written into the cache. packed F32 [fresh, H], shared
-     * [rows, H]; cache [sparse layers * slot_count * B, H], row (layer * slot_count + slot) * B + position in the block.
-     */
+     * decoded cache. Rows that are decoded and fresh are written into the cache. packed F32 [fresh, H], without data: the
+     * sums that `experts` left to be made; shared [rows, H]; cache [sparse layers * slot_count * B, H], row
+     * (layer * slot_count + slot) * B + position in the block. */
     status (*merge)(struct backend *b, const residual *r, const tensor *packed, const tensor *shared, tensor *cache,
                     int layer, const batch *in, const slots *s, const block_rule *k);
 

@@ -530,7 +530,7 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
         plain_down<<<grid, threads, 0, c->stream>>>(w, *weights, e->down, (int)hidden, act, term);
         st = CUDA_LAUNCHED("experts");
     }
-    if (st == OK && !y->data) {
+    if (st == OK && !y->data && !e->away) {
         assert(e->tree->unit_count == 1);
         c->terms = {*ids, term, w.place_of, e->tree->shards, e->tree->per_shard};
         return OK;

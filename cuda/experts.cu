@@ -8,10 +8,13 @@
 #include "cuda/gemm.cuh"
 #include "cuda/tree.cuh"
 
+enum { PAIRED_FROM = 16 }; /* edges an expert from which blocks work in pairs */
+
 typedef struct worklist {
     int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8) */
     int4 *tile;        /* expert of this rank, first place, places */
-    int32_t *edge_at;  /* [places]: token * top_k + j */
+    int32_t *token_at; /* [places] */
+    float *factor_at;  /* [places]: the edge's weight */
     int32_t *place_of; /* [edges]; of an edge to another rank or none: not written */
 } worklist;
 
@@ -51,13 +54,15 @@ static __device__ __forceinline__ int edge_expert(const tensor &ids, int64_t i, 
  * learns where its own of each expert begin, and goes over them again. */
 template <int BLOCKS>
 static __global__ void __launch_bounds__(SORT_THREADS, 1)
-    sort_kernel(tensor ids, int first, int count, int most, worklist w)
+    sort_kernel(tensor ids, tensor weights, int first, int count, int most, worklist w)
 {
     extern __shared__ int32_t sort_room[]; /* [SORT_WARPS, count] counts, then [count] totals and [count] starts */
     __shared__ int32_t sums[SORT_WARPS], widest;
     int32_t *total = sort_room + SORT_WARPS * count, *start = total + count;
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, me = (int)threadIdx.x;
     int32_t *mine = sort_room + warp * count;
+    after_previous();
+    let_next();
     int64_t edges = used_rows(ids) * ids.cols;
     int64_t run = (edges + BLOCKS * SORT_THREADS - 1) / (BLOCKS * SORT_THREADS) * WARP;
     int64_t from = ((int64_t)blockIdx.x * SORT_WARPS + warp) * run;
@@ -122,7 +127,9 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
         int32_t place = e >= 0 ? start[e] + mine[e] + __popc(same & ((1u << lane) - 1)) : 0;
         __syncwarp();
         if (e >= 0) {
-            w.edge_at[place] = (int32_t)(i + lane);
+            int64_t edge = i + lane, token = edge / ids.cols;
+            w.token_at[place] = (int32_t)token;
+            w.factor_at[place] = row_of<float>(weights, token)[edge % ids.cols];
             w.place_of[i + lane] = place;
             if (lane == __ffs((int)same) - 1)
                 mine[e] += __popc(same);
@@ -133,38 +140,37 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
 
 /* ---- products on whole boxes */
 
-static __device__ __forceinline__ float silu(float x)
-{
-    return __fdividef(x, 1.0f + __expf(-x));
-}
-
-/* A box holds 32 features: eight gate rows, their eight up rows, and so on, so that a thread's accumulator has both. */
+/* A box holds 32 features: eight gate rows, their eight up rows, and so on. */
 struct gate_up_op {
-    enum { GROUPS = 4, FACTORS = 0 };
+    enum { GROUPS = 4, GATHERS = 1, FACTORS = 0 };
     const bf16 *x;
     worklist w;
     bf16 *act;
-    int ld, top_k, hidden, inner;
+    int ld, hidden, inner;
 
-    __device__ gemm_shape shape() const
+    __device__ void before() const
+    {
+    }
+
+    __device__ gemm_shape shape(int) const
     {
         return {.tiles = w.head[0] * (inner / 64),
                 .blocks = 2,
                 .tokens = w.head[1],
                 .steps = hidden / TILE_K,
-                .across = inner / 64,
-                .each = 0};
+                .outs = 64,
+                .across = inner / 64};
     }
 
     __device__ gemm_tile tile(const gemm_shape &s, int t) const
     {
         int4 run = w.tile[t / s.across];
-        return {.expert = run.x, .group = t % s.across * 8, .blocks = 2, .first = run.y, .rows = run.z};
+        return {.expert = run.x, .group = t % s.across * 8, .blocks = 2, .outs = 64, .first = run.y, .rows = run.z};
     }
 
     __device__ uint32_t source(const gemm_tile &tile, int r) const
     {
-        return (uint32_t)(w.edge_at[tile.first + r] / top_k) * (uint32_t)(ld / 8);
+        return (uint32_t)w.token_at[tile.first + r] * (uint32_t)(ld / 8);
     }
 
     __device__ float factor(const gemm_tile &, int) const
@@ -172,77 +178,50 @@ struct gate_up_op {
         return 1;
     }
 
-    /* 64 tokens at a time, each half of the room in turn: rows of 32 features, 64 bytes, two to a line of banks. */
     __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
                            const float *) const
     {
-        int me = (int)threadIdx.x % 128, warp = me / WARP, lane = me % WARP;
-        bf16 *to = act + tile.group * 8 + side * 32;
-#pragma unroll
-        for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
-            if (8 * j >= tile.rows)
-                break;
-            uint32_t half = room + (uint32_t)(j / 8 & 1) * (GEMM_ROOM / 2);
-#pragma unroll
-            for (int i = 0; i < 8; i += 4) {
-                uint32_t v[4];
-#pragma unroll
-                for (int h = 0; h < 4; h++) {
-                    int b = 4 * (j + i + h);
-                    v[h] = pair(silu(acc[b]) * acc[b + 2], silu(acc[b + 1]) * acc[b + 3]);
-                }
-                int token = 8 * (i + lane / 8) + lane % 8;
-                store_across(half + (uint32_t)(token * 64 + ((warp ^ (token >> 1 & 3)) << 4)), v[0], v[1], v[2], v[3]);
-            }
-            meet(2 + side, 128);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                int token = (me >> 2) + 32 * i, chunk = me & 3;
-                if (8 * j + token < tile.rows)
-                    *(uint4 *)(to + (int64_t)(tile.first + 8 * j + token) * inner + chunk * 8) =
-                        shared_load16(half + (uint32_t)(token * 64 + ((chunk ^ (token >> 1 & 3)) << 4)));
-            }
-        }
-        meet(2 + side, 128); /* the room may be written again */
+        gemm_gated_out(acc, tile, side, room, act + tile.group * 8 + side * 32, inner);
     }
 };
 
+/* The tokens are the rows of act, by place. */
 struct down_op {
-    enum { GROUPS = 8, FACTORS = 1 };
-    const bf16 *x; /* act */
+    enum { GROUPS = 8, GATHERS = 0, FACTORS = 1 };
     worklist w;
-    tensor weights;
     bf16 *term;
     int hidden, inner;
 
-    __device__ gemm_shape shape() const
+    __device__ void before() const
     {
-        int across = (hidden / 64 + 1) / 2;
+    }
+
+    __device__ gemm_shape shape(int pair) const
+    {
+        int across = ((hidden / 64 + 1) / 2 + pair - 1) / pair * pair;
         return {.tiles = w.head[0] * across,
                 .blocks = 2,
                 .tokens = w.head[1],
                 .steps = inner / TILE_K,
-                .across = across,
-                .each = 0};
+                .outs = 64,
+                .across = across};
     }
 
     __device__ gemm_tile tile(const gemm_shape &s, int t) const
     {
         int4 run = w.tile[t / s.across];
-        int box = t % s.across * 2;
-        return {
-            .expert = run.x, .group = box * 8, .blocks = hidden / 64 - box < 2 ? 1 : 2, .first = run.y, .rows = run.z};
-    }
-
-    __device__ uint32_t source(const gemm_tile &tile, int r) const
-    {
-        return (uint32_t)(tile.first + r) * (uint32_t)(inner / 8);
+        int box = t % s.across * 2, boxes = hidden / 64 - box;
+        return {.expert = run.x,
+                .group = box * 8,
+                .blocks = boxes < 0 ? 0 : boxes < 2 ? boxes : 2,
+                .outs = 64,
+                .first = run.y,
+                .rows = run.z};
     }
 
     __device__ float factor(const gemm_tile &tile, int r) const
     {
-        int edge = w.edge_at[tile.first + r], top_k = (int)weights.cols;
-        return row_of<float>(weights, edge / top_k)[edge % top_k];
+        return w.factor_at[tile.first + r];
     }
 
     __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
@@ -278,13 +257,13 @@ static __device__ float plain_sum(const bf16 *row, const bf16 *w, int64_t ldw, i
     return sum;
 }
 
-static __global__ void plain_gate_up(worklist w, tensor x, int top_k, tensor gate_up, int inner, bf16 *act)
+static __global__ void plain_gate_up(worklist w, tensor x, tensor gate_up, int inner, bf16 *act)
 {
     int across = (inner + PLAIN - 1) / PLAIN, a = (int)threadIdx.y, b = (int)threadIdx.x;
     for (int t = (int)blockIdx.x; t < w.head[0] * across; t += (int)gridDim.x) {
         int4 run = w.tile[t / across];
         int64_t out = t % across * PLAIN, first = (int64_t)run.x * 2 * inner + out;
-        const bf16 *row = a < run.z ? row_of<bf16>(x, w.edge_at[run.y + a] / top_k) : NULL;
+        const bf16 *row = a < run.z ? row_of<bf16>(x, w.token_at[run.y + a]) : NULL;
         float gate = plain_sum(row, row_of<bf16>(gate_up, first), gate_up.ld, inner - out, x.cols);
         float up = plain_sum(row, row_of<bf16>(gate_up, first + inner), gate_up.ld, inner - out, x.cols);
         if (row && out + b < inner)
@@ -292,19 +271,16 @@ static __global__ void plain_gate_up(worklist w, tensor x, int top_k, tensor gat
     }
 }
 
-static __global__ void plain_down(worklist w, tensor weights, tensor down, int hidden, const bf16 *act, bf16 *term)
+static __global__ void plain_down(worklist w, tensor down, int hidden, const bf16 *act, bf16 *term)
 {
-    int across = (hidden + PLAIN - 1) / PLAIN, a = (int)threadIdx.y, b = (int)threadIdx.x, top_k = (int)weights.cols;
+    int across = (hidden + PLAIN - 1) / PLAIN, a = (int)threadIdx.y, b = (int)threadIdx.x;
     for (int t = (int)blockIdx.x; t < w.head[0] * across; t += (int)gridDim.x) {
         int4 run = w.tile[t / across];
         int64_t out = t % across * PLAIN;
         const bf16 *row = a < run.z ? act + (run.y + a) * down.cols : NULL;
         float sum = plain_sum(row, row_of<bf16>(down, (int64_t)run.x * hidden + out), down.ld, hidden - out, down.cols);
-        if (row && out + b < hidden) {
-            int edge = w.edge_at[run.y + a];
-            narrow(&term[(int64_t)(run.y + a) * hidden + out + b],
-                   sum * row_of<float>(weights, edge / top_k)[edge % top_k]);
-        }
+        if (row && out + b < hidden)
+            narrow(&term[(int64_t)(run.y + a) * hidden + out + b], sum * w.factor_at[run.y + a]);
     }
 }
 
@@ -338,6 +314,8 @@ template <int LEVELS, int V, bool AWAY>
 static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
     sum_kernel(tensor y, tensor ids, worklist w, const bf16 *term, const __grid_constant__ sum_order o, sums_away away)
 {
+    after_previous();
+    let_next();
     int hidden = (int)y.cols, slice = SUM_SLICE * WARP * V, slices = (hidden + slice - 1) / slice;
     int lane = (int)threadIdx.x % WARP, edges = (int)ids.cols, tokens = (int)used_rows(ids);
     int warps = (int)gridDim.x * (SUM_THREADS / WARP), each = AWAY ? (tokens + away.pieces - 1) / away.pieces : tokens;
@@ -420,8 +398,8 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
 }
 
 template <int LEVELS>
-static void launch_sum(cuda *c, const tensor *y, const tensor *ids, const worklist &w, const bf16 *term,
-                       const sum_order &o, const sums_away *away)
+static status launch_sum(cuda *c, const tensor *y, const tensor *ids, const worklist &w, const bf16 *term,
+                         const sum_order &o, const sums_away *away)
 {
     int v = !vectors_fit(*y, 8) ? 1 : away ? 4 : 8; /* stores of 16 bytes side by side travel best */
     int64_t slice = SUM_SLICE * WARP * v, items = ids->rows * ((y->cols + slice - 1) / slice);
@@ -429,7 +407,7 @@ static void launch_sum(cuda *c, const tensor *y, const tensor *ids, const workli
     sums_away nowhere = {};
     auto kernel = v == 1 ? (away ? sum_kernel<LEVELS, 1, true> : sum_kernel<LEVELS, 1, false>)
                          : (away ? sum_kernel<LEVELS, 4, true> : sum_kernel<LEVELS, 8, false>);
-    kernel<<<grid, SUM_THREADS, 0, c->stream>>>(*y, *ids, w, term, o, away ? *away : nowhere);
+    return launch(c, "sums of experts", kernel, grid, SUM_THREADS, 0, *y, *ids, w, term, o, away ? *away : nowhere);
 }
 
 static status sums(cuda *c, const tensor *y, const tensor *ids, const worklist &w, const bf16 *term,
@@ -444,35 +422,24 @@ static status sums(cuda *c, const tensor *y, const tensor *ids, const worklist &
                    .per_shard = t->per_shard};
     for (int i = 0; i < e->count; i++)
         o.unit_of[i] = (uint16_t)t->unit_of[e->first + i];
-    if (t->shards <= 8)
-        launch_sum<3>(c, y, ids, w, term, o, e->away);
-    else
-        launch_sum<10>(c, y, ids, w, term, o, e->away);
-    return CUDA_LAUNCHED("sums of experts");
+    return t->shards <= 8 ? launch_sum<3>(c, y, ids, w, term, o, e->away)
+                          : launch_sum<10>(c, y, ids, w, term, o, e->away);
 }
 
 /* ---- the op */
 
-static status sort(cuda *c, const tensor *ids, const expert_set *e, int most, const worklist &w, bool hopper)
+static status sort(cuda *c, const tensor *ids, const tensor *weights, const expert_set *e, int most, const worklist &w,
+                   bool hopper)
 {
-    size_t room = (size_t)(SORT_WARPS + 2) * (size_t)e->count * sizeof(int32_t);
-    cudaLaunchConfig_t how = {};
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = SORT_BLOCKS;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    how.gridDim = dim3(hopper ? SORT_BLOCKS : 1);
-    how.blockDim = dim3(SORT_THREADS);
-    how.dynamicSmemBytes = room;
-    how.stream = c->stream;
-    how.attrs = &cluster;
-    how.numAttrs = hopper ? 1 : 0;
-    void (*kernel)(tensor, int, int, int, worklist) = hopper ? sort_kernel<SORT_BLOCKS> : sort_kernel<1>;
     const int most_room = (SORT_WARPS + 2) * SUM_TREE_EXPERTS * (int)sizeof(int32_t); /* one limit for all threads */
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_room);
-    if (error == cudaSuccess)
-        error = cudaLaunchKernelEx(&how, kernel, *ids, (int)e->first, (int)e->count, most, w);
-    return cuda_check(error, "sort of edges by expert", __FILE__, __LINE__);
+    size_t room = (size_t)(SORT_WARPS + 2) * (size_t)e->count * sizeof(int32_t);
+    unsigned blocks = hopper ? SORT_BLOCKS : 1;
+    void (*kernel)(tensor, tensor, int, int, int, worklist) = hopper ? sort_kernel<SORT_BLOCKS> : sort_kernel<1>;
+    status st = cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_room),
+                           "sort of edges by expert", __FILE__, __LINE__);
+    return st == OK ? launch_clusters(c, "sort of edges by expert", kernel, blocks, blocks, SORT_THREADS, room, *ids,
+                                      *weights, e->first, e->count, most, w)
+                    : st;
 }
 
 static size_t take(size_t *at, size_t bytes)
@@ -493,14 +460,16 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
     assert(e->gate_up.type == BF16 && e->down.type == BF16 && e->count <= SUM_TREE_EXPERTS);
     assert(e->gate_up.cols == hidden && e->down.cols == inner && y->cols == hidden);
     assert(edges * hidden <= (hidden % 8 ? 1 : 8) * (int64_t)UINT32_MAX && x->rows * x->ld <= 8 * (int64_t)UINT32_MAX);
+    if (ids->rows == 0)
+        return OK;
     bool hopper = cuda_is_hopper(c);
     bool boxes = hopper && hidden % 64 == 0 && inner % 64 == 0 && x->ld % 8 == 0 && (uintptr_t)x->data % 16 == 0 &&
                  e->gate_up.ld % 8 == 0 && e->down.ld % 8 == 0;
     int most = boxes ? (int)GEMM_TOKENS : (int)PLAIN;
     size_t bytes = 0, tiles = (size_t)(e->count + edges / most + 1);
     size_t at_head = take(&bytes, 2 * sizeof(int32_t)), at_tile = take(&bytes, tiles * sizeof(int4));
-    size_t at_edge = take(&bytes, (size_t)edges * sizeof(int32_t)),
-           at_place = take(&bytes, (size_t)edges * sizeof(int32_t));
+    size_t at_token = take(&bytes, (size_t)edges * sizeof(int32_t)),
+           at_factor = take(&bytes, (size_t)edges * sizeof(float)), at_place = take(&bytes, (size_t)edges * sizeof(int32_t));
     size_t at_act = take(&bytes, (size_t)(edges * inner) * sizeof(bf16));
     size_t at_term = take(&bytes, (size_t)(edges * hidden) * sizeof(bf16));
     void *room;
@@ -508,26 +477,33 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
     if (st != OK)
         return st;
     char *at = (char *)room;
-    worklist w = {(int32_t *)(at + at_head), (int4 *)(at + at_tile), (int32_t *)(at + at_edge),
-                  (int32_t *)(at + at_place)};
+    worklist w = {(int32_t *)(at + at_head), (int4 *)(at + at_tile), (int32_t *)(at + at_token),
+                  (float *)(at + at_factor), (int32_t *)(at + at_place)};
     bf16 *act = (bf16 *)(at + at_act), *term = (bf16 *)(at + at_term);
-    st = sort(c, ids, e, most, w, hopper);
+    st = sort(c, ids, weights, e, most, w, hopper);
     if (st == OK && boxes) {
-        gate_up_op g = {(const bf16 *)x->data, w, act, (int)x->ld, (int)ids->cols, (int)hidden, (int)inner};
-        down_op d = {act, w, *weights, term, (int)hidden, (int)inner};
-        CUtensorMap gate_up, down;
-        st = cuda_map_weights(&gate_up, &e->gate_up, e->count, 2);
+        gate_up_op g = {(const bf16 *)x->data, w, act, (int)x->ld, (int)hidden, (int)inner};
+        down_op d = {w, term, (int)hidden, (int)inner};
+        gemm_maps gate_up = {}, down = {};
+        tensor rows = tensor_of(act, BF16, edges, inner);
+        st = cuda_map_weights(&gate_up.weights, &e->gate_up, e->count, 2, 64);
         if (st == OK)
-            st = cuda_map_weights(&down, &e->down, e->count, 1);
+            st = cuda_map_weights(&down.weights, &e->down, e->count, 1, 64);
         if (st == OK)
-            st = gemm_launch(c, gate_up, g, (int64_t)tiles * (inner / 64), "gate and up of experts");
+            st = cuda_map_rows(&down.rows16, &rows, 16);
         if (st == OK)
-            st = gemm_launch(c, down, d, (int64_t)tiles * ((hidden / 64 + 1) / 2), "down of experts");
+            st = cuda_map_rows(&down.rows64, &rows, 64);
+        if (st == OK)
+            st = gemm_launch<1>(c, gate_up, g, (int64_t)tiles * (inner / 64), "gate and up of experts");
+        if (st == OK)
+            st = edges >= PAIRED_FROM * (int64_t)e->count
+                     ? gemm_launch<2>(c, down, d, (int64_t)tiles * ((hidden / 64 + 2) / 2), "down of experts")
+                     : gemm_launch<1>(c, down, d, (int64_t)tiles * ((hidden / 64 + 1) / 2), "down of experts");
     } else if (st == OK) {
         dim3 threads(PLAIN, PLAIN);
         unsigned grid = cuda_grid(c, (int64_t)tiles * ((hidden + PLAIN - 1) / PLAIN), 8);
-        plain_gate_up<<<grid, threads, 0, c->stream>>>(w, *x, (int)ids->cols, e->gate_up, (int)inner, act);
-        plain_down<<<grid, threads, 0, c->stream>>>(w, *weights, e->down, (int)hidden, act, term);
+        plain_gate_up<<<grid, threads, 0, c->stream>>>(w, *x, e->gate_up, (int)inner, act);
+        plain_down<<<grid, threads, 0, c->stream>>>(w, e->down, (int)hidden, act, term);
         st = CUDA_LAUNCHED("experts");
     }
     if (st == OK && !y->data && !e->away) {

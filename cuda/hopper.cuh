@@ -42,6 +42,19 @@ static __device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t byte
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
+/* The same shared address in the cluster's block `rank`, for barrier_arrive_there. */
+static __device__ __forceinline__ uint32_t shared_there(uint32_t at, uint32_t rank)
+{
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+
+static __device__ __forceinline__ void barrier_arrive_there(uint32_t there)
+{
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
 /* Waits for the phase of this parity to complete. A wait of half a minute is a broken pipeline: the kernel stops, and
  * the error names it, instead of hanging the job. */
 static __device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity)
@@ -79,9 +92,8 @@ static __device__ __forceinline__ void cluster_meet()
 /* The word at the same shared address of the cluster's block `rank`. */
 static __device__ __forceinline__ int32_t cluster_load(uint32_t at, int rank)
 {
-    uint32_t there;
     int32_t value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    uint32_t there = shared_there(at, (uint32_t)rank);
     asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
     return value;
 }
@@ -129,6 +141,23 @@ static __device__ __forceinline__ void prefetch_box2(const CUtensorMap *map, int
                  : "memory");
 }
 
+/* The same into both blocks of a cluster of two, at the same place, and on the barrier of each. */
+static __device__ __forceinline__ void copy_box2_both(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0,
+                                                      int c1)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4}], [%2], %5;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"((uint16_t)3)
+        : "memory");
+}
+
+/* Asks for bytes to be in the cache soon; a multiple of 16, and so the address. */
+static __device__ __forceinline__ void prefetch_bytes(const void *from, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 static __device__ __forceinline__ void prefetch_map(const CUtensorMap *map)
 {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -140,18 +169,14 @@ static __device__ __forceinline__ void copy16(uint32_t to, const void *from)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-static __device__ __forceinline__ void copies_commit()
+/* The barrier sees this thread arrive when all its copies so far are there. Its count includes the thread. */
+static __device__ __forceinline__ void copies_arrive(uint32_t barrier)
 {
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Until at most `LEFT` of this thread's groups are under way. */
-template <int LEFT> static __device__ __forceinline__ void copies_wait()
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-/* Shared memory that this thread wrote may now be read by the tensor cores (after a barrier). */
+/* Shared memory that threads wrote (this one, or others whose barrier this one has waited for) may now be read by the
+ * tensor cores: by this thread's products, or behind a barrier by others'. */
 static __device__ __forceinline__ void fence_written()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

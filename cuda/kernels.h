@@ -111,7 +111,8 @@ status cuda_commit(backend *b, slots *s, const tensor *best, const batch *in, co
 /* rows.cu */
 status cuda_random(backend *b, const tensor *dst, uint64_t seed, float scale);
 status cuda_embed(backend *b, tensor *y, const tensor *table, const tensor *ids);
-status cuda_gated(backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w);
+/* y[n,I] = silu(gate_up[n,0:I]) * gate_up[n,I:2I]. */
+status cuda_swiglu(cuda *c, tensor *y, const tensor *gate_up);
 status cuda_pack(backend *b, tensor *packed, const tensor *full, const tensor *rows);
 /* dst [rows, cols] strided = src [rows, cols] contiguous on the device, as `from`, converted. */
 status cuda_convert(cuda *c, const tensor *dst, const void *src, dtype from);
@@ -134,6 +135,8 @@ status cuda_support(backend *b, plans *p, int layer, const tensor *z, const tens
 status cuda_matmul(backend *b, tensor *y, const tensor *x, const tensor *w);
 /* router.cu: its product with an F32 weight on a Hopper GPU, rows of x and w at 16 bytes; y F32. */
 status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor *w);
+/* dense.cu. `both` is used where the shapes are not those of the one kernel. */
+status cuda_gated(backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w);
 /* experts.cu. A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the
  * lane of one rank hands the sums on without touching them; otherwise it is not written. */
 status cuda_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,

@@ -53,13 +53,13 @@ status cuda_map_rows(CUtensorMap *m, const tensor *t, int box_rows)
     return encode(m, t, 2, dims, strides, box);
 }
 
-status cuda_map_weights(CUtensorMap *m, const tensor *t, int64_t count, int halves)
+status cuda_map_weights(CUtensorMap *m, const tensor *t, int64_t count, int halves, int box_rows)
 {
     cuuint64_t row = (cuuint64_t)t->ld * 2,
                rows = (cuuint64_t)(t->rows / count / halves); /* bytes of a row; rows of a half */
-    assert(t->type == BF16 && t->cols % 64 == 0 && rows * (cuuint64_t)halves % 64 == 0);
+    assert(t->type == BF16 && t->cols % 64 == 0 && rows % 8 == 0 && box_rows % (8 * halves) == 0);
     const cuuint64_t dims[5] = {(cuuint64_t)t->cols, 8, (cuuint64_t)halves, rows / 8, (cuuint64_t)count};
     const cuuint64_t strides[4] = {row, rows * row, 8 * row, rows * (cuuint64_t)halves * row};
-    const cuuint32_t box[5] = {64, 8, (cuuint32_t)halves, 8 / (cuuint32_t)halves, 1};
+    const cuuint32_t box[5] = {64, 8, (cuuint32_t)halves, (cuuint32_t)(box_rows / 8 / halves), 1};
     return encode(m, t, 5, dims, strides, box);
 }

@@ -17,10 +17,11 @@ bool cuda_is_hopper(const cuda *c);
 /* BF16 rows t [rows, cols]: boxes of box_rows rows by 64 columns, zero outside. Wants 16-byte rows and address. */
 status cuda_map_rows(CUtensorMap *m, const tensor *t, int box_rows);
 
-/* BF16 weights t [count * halves * (rows of a half), cols] of `count` experts. A box is 64 rows by 64 columns: with one
- * half 64 neighbouring rows; with two, 32 rows of each half, eight by eight in turn. Coordinates: column, 0, 0, first
- * row of the half / 8, expert. A half is a whole number of 64 (32 with two) rows, cols a multiple of 64. */
-status cuda_map_weights(CUtensorMap *m, const tensor *t, int64_t count, int halves);
+/* BF16 weights t [count * halves * (rows of a half), cols] of `count` experts. A box is box_rows rows by 64 columns:
+ * with one half neighbouring rows; with two, half of them from each half, eight by eight in turn. Coordinates: column,
+ * 0, 0, first row of the half / 8, expert. A half is a whole number of 8 rows, a box of 8 * halves; cols a multiple of
+ * 64. */
+status cuda_map_weights(CUtensorMap *m, const tensor *t, int64_t count, int halves, int box_rows);
 
 #ifdef __cplusplus
 }

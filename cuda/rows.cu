@@ -129,15 +129,9 @@ template <int V> static __global__ void swiglu_kernel(tensor y, tensor gate_up)
     }
 }
 
-extern "C" status cuda_gated(backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w)
+extern "C" status cuda_swiglu(cuda *c, tensor *y, const tensor *gate_up)
 {
-    cuda *c = cuda_of(b);
-    assert(y->type == BF16 && both->type == BF16 && both->cols == 2 * y->cols && y->rows >= x->rows);
-    status st = cuda_matmul(b, both, x, w);
-    if (st != OK)
-        return st;
-    tensor products = *both;
-    products.used = x->used;
-    auto kernel = vectors_fit(*y, VECTOR) && vectors_fit(*both, VECTOR) ? swiglu_kernel<VECTOR> : swiglu_kernel<1>;
-    return launch(c, "swiglu", kernel, cuda_grid(c, x->rows, WAVES), THREADS, 0, *y, products);
+    assert(y->type == BF16 && gate_up->type == BF16 && gate_up->cols == 2 * y->cols && y->rows >= gate_up->rows);
+    auto kernel = vectors_fit(*y, VECTOR) && vectors_fit(*gate_up, VECTOR) ? swiglu_kernel<VECTOR> : swiglu_kernel<1>;
+    return launch(c, "swiglu", kernel, cuda_grid(c, gate_up->rows, WAVES), THREADS, 0, *y, *gate_up);
 }

@@ -36,7 +36,7 @@ static double lane_bytes(const model_config *c, const sum_tree *t, double rows, 
 static double scratch_bytes(const model_config *c, const executor_rule *r, double rows, int ranks)
 {
     double edges = rows * ranks * c->top_k, live = (double)r->slot_count * r->block.block_size;
-    double experts = edges * (2.0 * (c->expert_inner + c->hidden) + 8), head = live * ((c->vocab + 255) / 256) * 16;
+    double experts = edges * (2.0 * (c->expert_inner + c->hidden) + 12), head = live * ((c->vocab + 255) / 256) * 16;
     return experts > head ? experts : head;
 }
 

@@ -257,18 +257,25 @@ static void ceilings(void)
 
 /* ---- the cases */
 
-static void product_case(const char *name, int64_t rows, int64_t in, int64_t out, dtype type)
+/* `gated`: the op makes half as many outs of it. */
+static void product_case(const char *name, int64_t rows, int64_t in, int64_t out, dtype type, bool gated)
 {
     char what[96];
     double bytes = (double)(out * in) * (double)dtype_bytes(type) + 2.0 * (double)(rows * in) +
-                   (type == F32 ? 4.0 : 2.0) * (double)(rows * out);
+                   (type == F32 ? 4.0 : gated ? 1.0 : 2.0) * (double)(rows * out);
     double operations = 2.0 * (double)rows * (double)in * (double)out, likely = floor_of(bytes, operations) * 2;
     std::vector<tensor> w;
     size_t sets = std::min((size_t)24, (size_t)(150e6 / ((double)(out * in) * (double)dtype_bytes(type))) + 1);
     for (size_t i = 0; i < sets; i++)
         w.push_back(random_tensor(type, out, in, 1));
     tensor x = random_tensor(BF16, rows, in, 1), y = random_tensor(type == F32 ? F32 : BF16, rows, out, 1);
-    double seconds = measure([&](int i) { must(gpu->matmul(gpu, &y, &x, &w[(size_t)i % sets])); }, likely);
+    tensor half = tensor_of(y.data, BF16, rows, out / 2), room = random_tensor(BF16, rows, out, 1);
+    double seconds = measure(
+        [&](int i) {
+            const tensor *by = &w[(size_t)i % sets];
+            must(gated ? gpu->gated(gpu, &half, &room, &x, by) : gpu->matmul(gpu, &y, &x, by));
+        },
+        likely);
     std::string more;
     if (type == BF16) {
         char text[64];
@@ -283,13 +290,13 @@ static void product_case(const char *name, int64_t rows, int64_t in, int64_t out
 
 static void products(void)
 {
-    static const int64_t row_counts[] = {32, 256, 1024, 8192, 16384};
+    static const int64_t row_counts[] = {32, 256, 1024, 2048, 4096, 8192, 16384};
     for (int64_t rows : row_counts) {
-        product_case("qkv", rows, 2048, 3072, BF16);
-        product_case("attention out", rows, 2048, 2048, BF16);
-        product_case("shared gate and up", rows, 2048, 1024, BF16);
-        product_case("shared down", rows, 512, 2048, BF16);
-        product_case("router", rows, 2048, 256, F32);
+        product_case("qkv", rows, 2048, 3072, BF16, false);
+        product_case("attention out", rows, 2048, 2048, BF16, false);
+        product_case("shared gate and up, gated", rows, 2048, 1024, BF16, true);
+        product_case("shared down", rows, 512, 2048, BF16, false);
+        product_case("router", rows, 2048, 256, F32, false);
     }
 }
 

@@ -104,12 +104,73 @@ static void test_products(void **state)
 {
     (void)state;
     static const int all[] = {0, 1, 7, 8, 9, 33, 64, 100, 129, 257, 600}, few[] = {1, 32, 600};
+    static const int many[] = {1, 40, 600, 2100};
     static const int shape[][2] = {{64, 64}, {192, 128}, {320, 256}, {100, 50}, {64, 72}, {37, 64}};
     for (int i = 0; i < 6; i++)
         product_case(shape[i][0], shape[i][1], all, 11, BF16, BF16);
     product_case(256, 256, all, 11, BF16, F32);
-    product_case(3072, 2048, few, 3, BF16, BF16);
-    product_case(2048, 512, few, 3, BF16, BF16);
+    product_case(3072, 2048, few, 3, BF16, BF16); /* from here on: narrow boxes, and blocks in pairs */
+    product_case(2048, 512, many, 4, BF16, BF16);
+    product_case(512, 128, many, 4, BF16, F32);
+}
+
+/* y of x's rows [first, first + rows), on the GPU, with rows more that are not used. */
+static tensor gpu_gated(const tensor *x, int64_t first, int32_t rows, const tensor *w)
+{
+    tensor part = tensor_rows(x, first, rows), counter = tensor_of(&rows, I32, 1, 1), there = mirror_same(&counter);
+    part.rows = rows + SPARE <= x->rows - first ? rows + SPARE : x->rows - first;
+    part.used = there.data;
+    tensor y = fixture_tensor(part.rows, w->rows / 2, 1), room = fixture_tensor(part.rows, w->rows, 1);
+    fill(&y, 0, untouched);
+    tensor m = mirror(&y), room_m = mirror(&room);
+    must_be(both.gpu->gated(both.gpu, &m, &room_m, &part, w));
+    mirror_read(&y, &m);
+    for (int64_t i = rows; i < y.rows; i++)
+        for (int64_t j = 0; j < y.cols; j++)
+            assert_true(at(&y, i)[j] == untouched);
+    free(room.data);
+    return y;
+}
+
+/* As for experts: gate and up may be BF16 before they meet. */
+static void gated_case(int inner, int hidden, const int *row_counts, int counts)
+{
+    char what[64];
+    for (int k = 0; k < counts; k++) {
+        int32_t rows = row_counts[k];
+        snprintf(what, sizeof what, "gated product [%d, %d] x 2 [%d, %d]", rows, hidden, inner, hidden);
+        tensor x = partly(rows + SPARE, hidden, &rows), w = fixture_tensor(2 * inner, hidden, 1);
+        tensor xm = mirror(&x), wm = mirror(&w), halves = fixture_tensor(rows, 2 * inner, 1);
+        tensor y = fixture_tensor(rows, inner, 1), used = tensor_rows(&x, 0, rows);
+        must_be(both.cpu->gated(both.cpu, &y, &halves, &used, &w));
+        tensor got = gpu_gated(&xm, 0, rows, &wm);
+        for (int64_t i = 0; i < rows; i++)
+            must_be_near(at(&got, i), at(&y, i), inner, 0x1p-7, what, i);
+        const int parts[][2] = {{0, 1}, {rows - 1, 1}, {rows / 3, 17}, {rows / 2, rows / 3}};
+        for (int p = 0; p < 4; p++) {
+            int from = parts[p][0], some = parts[p][1];
+            if (from < 0 || some <= 0 || from + some > rows)
+                continue;
+            tensor part = gpu_gated(&xm, from, some, &wm);
+            for (int64_t i = 0; i < some; i++)
+                if (!same_rows(&part, i, &got, from + i))
+                    fail_msg("%s: row %lld differs among %d rows from %d on", what, (long long)(from + i), some, from);
+            free(part.data);
+        }
+        free(x.data), free(w.data), free(halves.data), free(y.data), free(got.data);
+        mirror_forget();
+    }
+}
+
+static void test_gated(void **state)
+{
+    (void)state;
+    static const int all[] = {0, 1, 7, 33, 64, 100, 257, 600}, few[] = {1, 32, 600, 1500};
+    static const int shape[][2] = {{32, 64}, {96, 128}, {160, 256}, {50, 50}, {37, 64}};
+    for (int i = 0; i < 5; i++)
+        gated_case(shape[i][0], shape[i][1], all, 8);
+    gated_case(512, 2048, few, 3);
+    gated_case(512, 256, few, 4);
 }
 
 static void test_router_products(void **state)
@@ -496,9 +557,10 @@ static void test_head(void **state)
 
 int main(int argc, char **argv) /* argv[1]: only the tests of that name */
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_products), cmocka_unit_test(test_router_products),
-                                       cmocka_unit_test(test_experts), cmocka_unit_test(test_late_sums),
-                                       cmocka_unit_test(test_attention), cmocka_unit_test(test_head)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_products), cmocka_unit_test(test_gated),
+                                       cmocka_unit_test(test_router_products), cmocka_unit_test(test_experts),
+                                       cmocka_unit_test(test_late_sums), cmocka_unit_test(test_attention),
+                                       cmocka_unit_test(test_head)};
     pair_open();
     if (argc > 1)
         cmocka_set_test_filter(argv[1]);

@@ -272,6 +272,8 @@ status executor_mark(executor *x, int layer, phase p)
 static void spoil(executor *x)
 {
     const int32_t *slot_of = x->batch.slot.data;
+    if (x->spoiled < 0)
+        return;
     for (int64_t i = 0; i < *x->batch.slot.used; i++)
         for (int64_t k = 0; slot_of[i] == x->spoiled && k < x->a.x.cols; k++)
             ((float *)x->a.x.data)[i * x->a.x.ld + k] = NAN;

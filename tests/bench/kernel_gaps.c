@@ -116,6 +116,9 @@ static void report(void)
 int InitializeInjection(void);
 int InitializeInjection(void)
 {
+    static int called;
+    if (called++) /* it may come twice */
+        return 1;
     if (cuptiActivityRegisterCallbacks(give, take) != CUPTI_SUCCESS ||
         cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) != CUPTI_SUCCESS) {
         fprintf(stderr, "kernel_gaps: CUPTI does not trace here\n");

@@ -18,7 +18,7 @@ typedef struct bench_row {
     char lane[8];
     int32_t prefix, batch, cohort; /* positions; sequences of the whole job; cohort: sequences, of one rank at most */
     int32_t support;               /* experts of a forced support; 0: as the Atlas builds them, or none */
-    int32_t forwards;
+    int32_t forwards, skipped, blocks; /* timed; passed before them; of each sequence */
     double ms, ms_block;                             /* an iteration; a block of each sequence */
     double floor_ms, percent;                        /* floor over ms */
     double phase_ms[PHASES], phase_floor_ms[PHASES]; /* of a second pass, in which every forward is timed by phase */

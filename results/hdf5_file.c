@@ -198,6 +198,8 @@ static const column bench_columns[] = {
     {"cohort", COLUMN_I32, 1, AT(cohort), "sequences"},
     {"support", COLUMN_I32, 1, AT(support), "experts"},
     {"forwards", COLUMN_I32, 1, AT(forwards), "forwards"},
+    {"skipped", COLUMN_I32, 1, AT(skipped), "forwards"},
+    {"blocks", COLUMN_I32, 1, AT(blocks), "blocks"},
     {"ms", COLUMN_F64, 1, AT(ms), "ms"},
     {"ms_block", COLUMN_F64, 1, AT(ms_block), "ms"},
     {"floor_ms", COLUMN_F64, 1, AT(floor_ms), "ms"},

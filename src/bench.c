@@ -169,7 +169,8 @@ static void print_head(const trial_setup *s, const ask *a, const char *lane_name
         "of the rank with most to do\n",
         s->world->size, s->world->size > 1 ? "s" : "", lane_name, s->way.combine == BF16 ? "bf16" : "fp32");
     if (a->schedule)
-        printf("# commit schedule %s, %d patterns; %d blocks a sequence\n", a->schedule, s->patterns, a->blocks);
+        printf("# commit schedule %s, %d patterns; %d blocks a sequence, more where there are several cohorts\n",
+               a->schedule, s->patterns, a->blocks);
     else
         printf("# nothing commits: all rows live, %d forwards\n", a->iterations);
     if (a->skew > 0)
@@ -283,7 +284,8 @@ static void help(void)
         "  --support LIST     supports of N experts, never rebuilt; 0: as the Atlas builds them [0]\n"
         "  --schedule FILE    commits of each iteration (tests/bench/schedule.json); without: nothing commits, all "
         "rows live\n"
-        "  --blocks N         blocks of each sequence with a schedule [3]\n"
+        "  --blocks N         blocks of each sequence with a schedule; more where several cohorts shall be busy side "
+        "by side [3]\n"
         "  --iterations N     forwards timed without a schedule [20]\n"
         "  --skew X           a random router bias up to X, so that some experts are liked [0]\n"
         "  --seed N           of all that is random [1]\n"

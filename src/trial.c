@@ -12,7 +12,9 @@
 enum {
     BLOCK = TRIAL_BLOCK,
     WARM_UP = 3,
-    LOOKED = 6 /* forwards in which nothing commits: cold, and up to the first refresh */
+    LOOKED = 6, /* forwards in which nothing commits: cold, and up to the first refresh */
+    STEADY = 48,
+    BLOCKS_MOST = 32
 };
 
 typedef struct trial {
@@ -22,6 +24,7 @@ typedef struct trial {
     lane *lane;
     executor *executor;
     void *pace_slab;
+    int32_t blocks, skipped;  /* of each sequence; forwards that pass before the others */
     int32_t forwards, looked; /* timed; timed by phase and looked into */
     double seconds, part[PHASES];
 } trial;
@@ -51,13 +54,20 @@ static int pattern_steps(const int32_t *pattern)
     return n;
 }
 
-/* The most and the fewest forwards that a cohort of a rank with so many slots is busy for. */
-static void busy(int32_t *most, int32_t *least, const trial *x, int32_t slot_count)
+/* The cohort's size on a rank with so many slots. */
+static int32_t cohort_of(const trial *x, int32_t slot_count)
 {
-    int32_t cohort = x->rule.block.cohort, first = x->ask->prefix / BLOCK;
+    int32_t asked = x->ask->plan.cohort;
+    return asked > 0 && asked < slot_count ? asked : slot_count;
+}
+
+/* The fewest forwards that a cohort of a rank with so many slots is busy for with so many blocks. */
+static int32_t busy(const trial *x, int32_t slot_count, int32_t blocks)
+{
+    int32_t cohort = cohort_of(x, slot_count), first = x->ask->prefix / BLOCK, least = INT32_MAX;
     for (int32_t c = 0; c < slot_count; c += cohort) {
         int32_t all = 0;
-        for (int32_t b = first; b < first + x->ask->blocks; b++) {
+        for (int32_t b = first; b < first + blocks; b++) {
             int32_t longest = 0;
             for (int32_t i = c; i < c + cohort && i < slot_count; i++) {
                 int64_t pattern = (i + (int64_t)b * slot_count) % x->with->patterns;
@@ -66,21 +76,34 @@ static void busy(int32_t *most, int32_t *least, const trial *x, int32_t slot_cou
             }
             all += longest;
         }
-        *most = all > *most ? all : *most;
-        *least = all < *least ? all : *least;
+        least = all < least ? all : least;
     }
+    return least;
 }
 
-/* How many forwards are timed. Lock-step cohorts: until the last slot is through its blocks. Cohorts of one: as long as
- * every slot is still busy, as it would be in a run that refills them. */
-static int32_t count_forwards(const trial *x)
+/* How many forwards are timed, the same on every rank, and how many blocks each sequence then has. One cohort a rank:
+ * until its last slot is through. Several: as long as all of them are busy, as they would be in a run that refills
+ * slots; there are blocks enough for STEADY forwards, of which the first third, in which the cohorts are not yet spread
+ * over their blocks' iterations, passes untimed. */
+static void count_forwards(trial *x)
 {
-    int32_t most = 0, least = INT32_MAX, size = x->with->world->size;
+    int32_t size = x->with->world->size, most = deal_evenly(x->ask->batch, size, 0),
+            fewest = deal_evenly(x->ask->batch, size, size - 1), all = 0;
+    bool several = cohort_of(x, most) < most;
+    x->blocks = x->ask->iterations > 0 ? 1 : x->ask->blocks;
+    x->forwards = x->ask->iterations;
+    x->looked = x->forwards > LOOKED ? LOOKED : x->forwards;
     if (x->ask->iterations > 0)
-        return x->ask->iterations;
-    busy(&most, &least, x, deal_evenly(x->ask->batch, size, 0));
-    busy(&most, &least, x, deal_evenly(x->ask->batch, size, size - 1));
-    return x->rule.block.cohort > 1 ? most : least;
+        return;
+    for (;; x->blocks++) {
+        all = busy(x, most, x->blocks);
+        int32_t other = busy(x, fewest, x->blocks);
+        all = other < all ? other : all;
+        if (!several || all >= STEADY || x->blocks == BLOCKS_MOST)
+            break;
+    }
+    x->skipped = several ? all / 3 : 0;
+    x->forwards = x->looked = all - x->skipped;
 }
 
 static status open_batch(trial *x)
@@ -90,10 +113,11 @@ static status open_batch(trial *x)
     const trial_ask *a = x->ask;
     backend *b = s->backend;
     int32_t slot_count = deal_evenly(a->batch, s->world->size, s->world->rank);
-    x->rule =
-        (executor_rule){.slot_count = slot_count, .max_tokens = a->prefix + (a->iterations ? 1 : a->blocks) * BLOCK};
-    x->rule.page_count = slot_count * (x->rule.max_tokens / BLOCK);
+    x->rule.slot_count = slot_count;
     TRY(plan_rules(&x->rule.block, &x->rule.atlas, &a->plan, s->config, slot_count));
+    count_forwards(x);
+    x->rule.max_tokens = a->prefix + x->blocks * BLOCK;
+    x->rule.page_count = slot_count * (x->rule.max_tokens / BLOCK);
     executor_rule most = x->rule;
     most.slot_count = deal_evenly(a->batch, s->world->size, 0);
     lane_rule lr = {.hidden = s->config->hidden,
@@ -111,8 +135,6 @@ static status open_batch(trial *x)
     pace.data = x->pace_slab;
     TRY(b->upload(b, &pace, s->pace, I32));
     x->executor->slots.pace = pace;
-    x->forwards = count_forwards(x);
-    x->looked = a->iterations > LOOKED ? LOOKED : x->forwards;
 out:
     return st;
 }
@@ -164,11 +186,17 @@ out:
 
 /* ---- timing */
 
-/* The ranks begin together. */
+/* The ranks begin together, behind the forwards that are skipped. */
 static status together(trial *x)
 {
-    status st = reset(x);
-    return x->with->world->agree(x->with->world, st);
+    status st = OK;
+    TRY(reset(x));
+    for (int32_t i = 0; i < x->skipped; i++)
+        TRY(executor_forward(x->executor));
+    TRY(x->with->backend->sync(x->with->backend));
+    TRY(x->with->world->agree(x->with->world, OK));
+out:
+    return st;
 }
 
 /* Undisturbed: the whole alone is timed. */
@@ -358,6 +386,8 @@ static void fill(bench_row *out, const trial *x, const share *all, int ranks)
                        .batch = x->ask->batch,
                        .cohort = x->rule.block.cohort,
                        .forwards = x->forwards,
+                       .skipped = x->skipped,
+                       .blocks = x->blocks,
                        .experts = all[0].experts / n};
     for (int r = 0; r < ranks; r++) {
         cost least = cost_sum(all[r].least);

@@ -6,8 +6,6 @@
  *   anything else                                        a tile of shared memory and fp32 sums, below */
 #include "cuda/gemm.cuh"
 
-enum { PAIRED_FROM = 4096 }; /* rows from which blocks work in pairs */
-
 /* ---- whole boxes */
 
 /* Weight rows of a narrow box: as many boxes as there are multiprocessors, or fewer. 64: narrow ones are no use. */
@@ -35,8 +33,9 @@ struct dense_op {
 
     /* Tokens of a tile and weight rows of a block, so that the device is full and no weight is read more often than
      * needed. What a step of the inner dimension costs a block, in cycles: its products, or its bytes at some 40 a
-     * cycle; a tile costs some steps more to begin and to bring out. Each lane of a warp judges one number of tokens. */
-    __device__ gemm_shape shape(int pair) const
+     * cycle; a tile costs some steps more to begin and to bring out. Each lane of a warp judges one number of tokens.
+     */
+    __device__ gemm_shape shape() const
     {
         int n = (int)used_rows(in), lane = (int)threadIdx.x % WARP, best = 0;
         gemm_shape s = {.steps = (int)w.cols / TILE_K, .rows = n};
@@ -44,9 +43,9 @@ struct dense_op {
             return s;
         float least = 0;
         for (int kind = 0; kind <= 2; kind++) { /* narrow, one box, two */
-            int each = 8 * (lane + 1), ranges = (n + each - 1) / each, across = across_of(kind, pair);
+            int each = 8 * (lane + 1), ranges = (n + each - 1) / each, across = across_of(kind);
             int waves = (ranges * across + sm_count - 1) / sm_count, width = gemm_width(each);
-            float bytes = (float)((kind > 0 ? 64 * kind : narrow) + width / pair) * (TILE_ROW / 40.0f);
+            float bytes = (float)((kind > 0 ? 64 * kind : narrow) + width) * (TILE_ROW / 40.0f);
             float products = fmaxf(110, 2.0f * (float)((kind > 1 ? 2 : 1) * width));
             float cost = (float)waves * ((float)s.steps * fmaxf(bytes, products) + 1000 + 5.0f * (float)each);
             if (kind == 0 || cost < least) {
@@ -68,15 +67,15 @@ struct dense_op {
         s.outs = best > 0 ? 64 : narrow;
         s.each = 8 * (from + 1);
         s.tokens = gemm_width(s.each);
-        s.across = across_of(best, pair);
+        s.across = across_of(best);
         s.tiles = s.across * ((n + s.each - 1) / s.each);
         return s;
     }
 
-    __device__ int across_of(int kind, int pair) const
+    __device__ int across_of(int kind) const
     {
         int rows = kind > 0 ? 64 * kind : narrow;
-        return (((int)w.rows + rows - 1) / rows + pair - 1) / pair * pair;
+        return ((int)w.rows + rows - 1) / rows;
     }
 
     __device__ gemm_tile tile_by(const gemm_shape &s, int t, int groups) const
@@ -85,7 +84,7 @@ struct dense_op {
         int boxes = (int)w.rows / s.outs - box;
         return {.expert = 0,
                 .group = box * groups,
-                .blocks = boxes < 0 ? 0 : boxes < s.blocks ? boxes : s.blocks,
+                .blocks = boxes < s.blocks ? boxes : s.blocks,
                 .outs = s.outs,
                 .first = first,
                 .rows = left < s.each ? left : s.each};
@@ -98,7 +97,7 @@ struct dense_op {
 };
 
 struct matmul_op : dense_op {
-    enum { GROUPS = 8 };
+    enum { GROUPS = 8, ROW = 128 };
 
     __device__ gemm_tile tile(const gemm_shape &s, int t) const
     {
@@ -106,11 +105,11 @@ struct matmul_op : dense_op {
     }
 
     __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
-                           const float *) const
+                           const float *, const gemm_maps &maps) const
     {
         int out = tile.group * 8 + side * 64;
         if (y.type == BF16) {
-            gemm_rows_out(acc, tile, side, room, (bf16 *)y.data + out, y.ld,
+            gemm_rows_out(acc, tile, side, room, maps, (bf16 *)y.data, y.ld, out,
                           [](int, float &a, float &b) { a = b = 1; });
             return;
         }
@@ -127,7 +126,7 @@ struct matmul_op : dense_op {
 
 /* silu(gate) * up of a matrix whose first half is gate, its second up. */
 struct gated_op : dense_op {
-    enum { GROUPS = 4 };
+    enum { GROUPS = 4, ROW = 64 };
 
     __device__ gemm_tile tile(const gemm_shape &s, int t) const
     {
@@ -135,9 +134,9 @@ struct gated_op : dense_op {
     }
 
     __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
-                           const float *) const
+                           const float *, const gemm_maps &maps) const
     {
-        gemm_gated_out(acc, tile, side, room, (bf16 *)y.data + tile.group * 8 + side * 32, y.ld);
+        gemm_gated_out(acc, tile, side, room, maps, (bf16 *)y.data, y.ld, tile.group * 8 + side * 32);
     }
 };
 
@@ -161,12 +160,14 @@ static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, 
         st = cuda_map_rows(&maps.rows16, x, 16);
     if (st == OK)
         st = cuda_map_rows(&maps.rows64, x, 64);
+    if (st == OK && y->type == BF16)
+        st = halves == 1 ? cuda_map_rows(&maps.out8, y, 8) : cuda_map_half_rows(&maps.out8, y, 8);
+    if (st == OK && y->type == BF16)
+        st = halves == 1 ? cuda_map_rows(&maps.out64, y, 64) : cuda_map_half_rows(&maps.out64, y, 64);
     if (st != OK)
         return st;
     int64_t tiles = w->rows / op.narrow * ((x->rows + 7) / 8);
-    if (x->rows >= PAIRED_FROM)
-        return gemm_launch<2>(c, maps, op, tiles, what);
-    return gemm_launch<1>(c, maps, op, tiles, what);
+    return gemm_launch(c, maps, op, tiles, what);
 }
 
 /* ---- any shape */

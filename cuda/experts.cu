@@ -8,19 +8,24 @@
 #include "cuda/gemm.cuh"
 #include "cuda/tree.cuh"
 
-enum { PAIRED_FROM = 16 }; /* edges an expert from which blocks work in pairs */
-
 typedef struct worklist {
     int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8) */
     int4 *tile;        /* expert of this rank, first place, places */
     int32_t *token_at; /* [places] */
     float *factor_at;  /* [places]: the edge's weight */
     int32_t *place_of; /* [edges]; of an edge to another rank or none: not written */
+    int32_t *counted;  /* [SORT_BLOCKS, experts of this rank]: edges of each block's run, where several sort */
 } worklist;
 
 /* ---- the sort */
 
-enum { SORT_BLOCKS = 8, SORT_WARPS = 32, SORT_THREADS = SORT_WARPS * WARP };
+enum {
+    SORT_BLOCKS = 128,
+    SORT_WARPS = 32,
+    SORT_THREADS = SORT_WARPS * WARP,
+    SORT_CLUSTER = 8,
+    SORT_FEW = 32768 /* edges that one cluster sorts in the time of two kernels of many blocks */
+};
 
 /* The sum of x over the threads before this one; `sums` has SORT_WARPS. All threads call. */
 static __device__ __forceinline__ int32_t sum_before(int32_t x, int32_t *sums)
@@ -42,17 +47,20 @@ static __device__ __forceinline__ int32_t sum_before(int32_t x, int32_t *sums)
 }
 
 /* The expert of this rank that edge i goes to; -1: none. */
-static __device__ __forceinline__ int edge_expert(const tensor &ids, int64_t i, int64_t edges, int first, int count)
+static __device__ __forceinline__ int edge_expert(const tensor &ids, uint32_t i, uint32_t edges, int first, int count)
 {
     if (i >= edges)
         return -1;
-    int id = row_of<int32_t>(ids, i / ids.cols)[i % ids.cols] - first;
+    int id = row_of<int32_t>(ids, i / (uint32_t)ids.cols)[i % (uint32_t)ids.cols] - first;
     return id >= 0 && id < count ? id : -1;
 }
 
-/* A stable counting sort by one cluster of BLOCKS blocks. Each warp owns a run of edges: it counts them by expert,
- * learns where its own of each expert begin, and goes over them again. */
-template <int BLOCKS>
+/* A stable counting sort. Each warp owns a run of edges: it counts them by expert, learns where its own of each expert
+ * begin, and goes over them again. The blocks of one cluster tell each other what they counted; many blocks do it in
+ * two kernels, and the first leaves the counts. */
+enum sort_part { SORT_ALL, SORT_COUNT, SORT_PLACE };
+
+template <sort_part PART>
 static __global__ void __launch_bounds__(SORT_THREADS, 1)
     sort_kernel(tensor ids, tensor weights, int first, int count, int most, worklist w)
 {
@@ -61,47 +69,61 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
     int32_t *total = sort_room + SORT_WARPS * count, *start = total + count;
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, me = (int)threadIdx.x;
     int32_t *mine = sort_room + warp * count;
-    after_previous();
-    let_next();
-    int64_t edges = used_rows(ids) * ids.cols;
-    int64_t run = (edges + BLOCKS * SORT_THREADS - 1) / (BLOCKS * SORT_THREADS) * WARP;
-    int64_t from = ((int64_t)blockIdx.x * SORT_WARPS + warp) * run;
     for (int i = me; i < SORT_WARPS * count; i += SORT_THREADS)
         sort_room[i] = 0;
     if (me == 0)
         widest = 8;
     __syncthreads();
-    for (int64_t i = from; i < from + run && i < edges; i += WARP) {
-        int e = edge_expert(ids, i + lane, edges, first, count);
+    after_previous();
+    let_next();
+    uint32_t edges = (uint32_t)(used_rows(ids) * ids.cols), threads = gridDim.x * SORT_THREADS;
+    uint32_t run = (edges + threads - 1) / threads * WARP, from = (blockIdx.x * SORT_WARPS + (uint32_t)warp) * run;
+    for (uint32_t i = from; i < from + run && i < edges; i += WARP) {
+        int e = edge_expert(ids, i + (uint32_t)lane, edges, first, count);
         uint32_t same = __match_any_sync(EVERY_LANE, e);
         if (e >= 0 && lane == __ffs((int)same) - 1)
             mine[e] += __popc(same);
         __syncwarp();
     }
     __syncthreads();
+    int32_t all = 0, before = 0;
     if (me < count) {
-        int32_t sum = 0;
+#pragma unroll 8
         for (int i = 0; i < SORT_WARPS; i++) {
             int32_t here = sort_room[i * count + me];
-            sort_room[i * count + me] = sum;
-            sum += here;
+            sort_room[i * count + me] = all;
+            all += here;
         }
-        total[me] = sum;
     }
-    int32_t all = 0, before = 0;
-#if __CUDA_ARCH__ >= 900
-    if (BLOCKS > 1) {
-        cluster_meet();
+    if (PART == SORT_COUNT) {
         if (me < count)
-            for (int i = 0; i < BLOCKS; i++) {
+            w.counted[(int)blockIdx.x * count + me] = all;
+        return;
+    }
+    if (PART == SORT_PLACE && me < count) {
+        all = 0;
+#pragma unroll 8
+        for (int i = 0; i < (int)gridDim.x; i++) {
+            int32_t theirs = w.counted[i * count + me];
+            before += i < (int)blockIdx.x ? theirs : 0;
+            all += theirs;
+        }
+    }
+#if __CUDA_ARCH__ >= 900
+    if (PART == SORT_ALL && gridDim.x > 1) {
+        if (me < count)
+            total[me] = all;
+        cluster_meet();
+        all = 0;
+        if (me < count)
+            for (int i = 0; i < SORT_CLUSTER; i++) {
                 int32_t theirs = cluster_load(shared_at(&total[me]), i);
                 before += i < (int)blockIdx.x ? theirs : 0;
                 all += theirs;
             }
         cluster_meet(); /* no block leaves while others read its totals */
-    } else
+    }
 #endif
-        all = me < count ? total[me] : 0;
     int32_t begin = sum_before(all, sums);
     if (me < count)
         start[me] = begin + before;
@@ -121,16 +143,17 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
         }
     }
     __syncthreads();
-    for (int64_t i = from; i < from + run && i < edges; i += WARP) {
-        int e = edge_expert(ids, i + lane, edges, first, count);
+    for (uint32_t i = from; i < from + run && i < edges; i += WARP) {
+        uint32_t edge = i + (uint32_t)lane, token = edge / (uint32_t)ids.cols;
+        int e = edge_expert(ids, edge, edges, first, count);
+        float factor = e >= 0 ? row_of<float>(weights, token)[edge % (uint32_t)ids.cols] : 0;
         uint32_t same = __match_any_sync(EVERY_LANE, e);
         int32_t place = e >= 0 ? start[e] + mine[e] + __popc(same & ((1u << lane) - 1)) : 0;
         __syncwarp();
         if (e >= 0) {
-            int64_t edge = i + lane, token = edge / ids.cols;
             w.token_at[place] = (int32_t)token;
-            w.factor_at[place] = row_of<float>(weights, token)[edge % ids.cols];
-            w.place_of[i + lane] = place;
+            w.factor_at[place] = factor;
+            w.place_of[edge] = place;
             if (lane == __ffs((int)same) - 1)
                 mine[e] += __popc(same);
         }
@@ -142,7 +165,7 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
 
 /* A box holds 32 features: eight gate rows, their eight up rows, and so on. */
 struct gate_up_op {
-    enum { GROUPS = 4, GATHERS = 1, FACTORS = 0 };
+    enum { GROUPS = 4, ROW = 64, GATHERS = 1, FACTORS = 0 };
     const bf16 *x;
     worklist w;
     bf16 *act;
@@ -152,7 +175,7 @@ struct gate_up_op {
     {
     }
 
-    __device__ gemm_shape shape(int) const
+    __device__ gemm_shape shape() const
     {
         return {.tiles = w.head[0] * (inner / 64),
                 .blocks = 2,
@@ -179,15 +202,15 @@ struct gate_up_op {
     }
 
     __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
-                           const float *) const
+                           const float *, const gemm_maps &maps) const
     {
-        gemm_gated_out(acc, tile, side, room, act + tile.group * 8 + side * 32, inner);
+        gemm_gated_out(acc, tile, side, room, maps, act, inner, tile.group * 8 + side * 32);
     }
 };
 
 /* The tokens are the rows of act, by place. */
 struct down_op {
-    enum { GROUPS = 8, GATHERS = 0, FACTORS = 1 };
+    enum { GROUPS = 8, ROW = 128, GATHERS = 0, FACTORS = 1 };
     worklist w;
     bf16 *term;
     int hidden, inner;
@@ -196,9 +219,9 @@ struct down_op {
     {
     }
 
-    __device__ gemm_shape shape(int pair) const
+    __device__ gemm_shape shape() const
     {
-        int across = ((hidden / 64 + 1) / 2 + pair - 1) / pair * pair;
+        int across = (hidden / 64 + 1) / 2;
         return {.tiles = w.head[0] * across,
                 .blocks = 2,
                 .tokens = w.head[1],
@@ -213,7 +236,7 @@ struct down_op {
         int box = t % s.across * 2, boxes = hidden / 64 - box;
         return {.expert = run.x,
                 .group = box * 8,
-                .blocks = boxes < 0 ? 0 : boxes < 2 ? boxes : 2,
+                .blocks = boxes < 2 ? boxes : 2,
                 .outs = 64,
                 .first = run.y,
                 .rows = run.z};
@@ -225,12 +248,13 @@ struct down_op {
     }
 
     __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
-                           const float *factor) const
+                           const float *factor, const gemm_maps &maps) const
     {
-        gemm_rows_out(acc, tile, side, room, term + tile.group * 8 + side * 64, hidden, [=](int r, float &a, float &b) {
-            a = factor[r];
-            b = factor[r + 1];
-        });
+        gemm_rows_out(acc, tile, side, room, maps, term, hidden, tile.group * 8 + side * 64,
+                      [=](int r, float &a, float &b) {
+                          a = factor[r];
+                          b = factor[r + 1];
+                      });
     }
 };
 
@@ -291,7 +315,7 @@ typedef struct sum_order {
     uint16_t unit_of[SUM_TREE_EXPERTS]; /* by expert of this rank */
 } sum_order;
 
-enum { SUM_SLICE = 2, SUM_THREADS = 256, SUM_AT_ONCE = 4 }; /* a warp takes a token's SUM_SLICE * 32 * V columns */
+enum { SUM_SLICE = 2, SUM_THREADS = 256, SUM_AT_ONCE = 8 }; /* a warp takes a token's SUM_SLICE * 32 * V columns */
 
 /* Where token's sums go that is row `first` of a piece, or later. */
 typedef struct sum_rows {
@@ -428,18 +452,25 @@ static status sums(cuda *c, const tensor *y, const tensor *ids, const worklist &
 
 /* ---- the op */
 
-static status sort(cuda *c, const tensor *ids, const tensor *weights, const expert_set *e, int most, const worklist &w,
-                   bool hopper)
+static status sort(cuda *c, const tensor *ids, const tensor *weights, const expert_set *e, int most, const worklist &w)
 {
+    status st = OK;
+    void (*const part[])(tensor, tensor, int, int, int, worklist) = {sort_kernel<SORT_ALL>, sort_kernel<SORT_COUNT>,
+                                                                     sort_kernel<SORT_PLACE>};
     const int most_room = (SORT_WARPS + 2) * SUM_TREE_EXPERTS * (int)sizeof(int32_t); /* one limit for all threads */
     size_t room = (size_t)(SORT_WARPS + 2) * (size_t)e->count * sizeof(int32_t);
-    unsigned blocks = hopper ? SORT_BLOCKS : 1;
-    void (*kernel)(tensor, tensor, int, int, int, worklist) = hopper ? sort_kernel<SORT_BLOCKS> : sort_kernel<1>;
-    status st = cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_room),
-                           "sort of edges by expert", __FILE__, __LINE__);
-    return st == OK ? launch_clusters(c, "sort of edges by expert", kernel, blocks, blocks, SORT_THREADS, room, *ids,
-                                      *weights, e->first, e->count, most, w)
-                    : st;
+    int64_t edges = ids->rows * ids->cols, blocks = (edges + SORT_THREADS - 1) / SORT_THREADS;
+    bool few = edges <= SORT_FEW;
+    unsigned cluster = few && cuda_is_hopper(c) ? SORT_CLUSTER : 1;
+    blocks = few ? cluster : blocks < SORT_BLOCKS ? blocks : (int64_t)SORT_BLOCKS;
+    for (int i = few ? 0 : 1; st == OK && i < (few ? 1 : 3); i++) {
+        st = cuda_check(cudaFuncSetAttribute(part[i], cudaFuncAttributeMaxDynamicSharedMemorySize, most_room),
+                        "sort of edges by expert", __FILE__, __LINE__);
+        if (st == OK)
+            st = launch_clusters(c, "sort of edges by expert", part[i], (unsigned)blocks, SORT_THREADS, room, cluster,
+                                 *ids, *weights, e->first, e->count, most, w);
+    }
+    return st;
 }
 
 static size_t take(size_t *at, size_t bytes)
@@ -469,7 +500,9 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
     size_t bytes = 0, tiles = (size_t)(e->count + edges / most + 1);
     size_t at_head = take(&bytes, 2 * sizeof(int32_t)), at_tile = take(&bytes, tiles * sizeof(int4));
     size_t at_token = take(&bytes, (size_t)edges * sizeof(int32_t)),
-           at_factor = take(&bytes, (size_t)edges * sizeof(float)), at_place = take(&bytes, (size_t)edges * sizeof(int32_t));
+           at_factor = take(&bytes, (size_t)edges * sizeof(float)),
+           at_counted = take(&bytes, (size_t)(SORT_BLOCKS * e->count) * sizeof(int32_t)),
+           at_place = take(&bytes, (size_t)edges * sizeof(int32_t));
     size_t at_act = take(&bytes, (size_t)(edges * inner) * sizeof(bf16));
     size_t at_term = take(&bytes, (size_t)(edges * hidden) * sizeof(bf16));
     void *room;
@@ -477,15 +510,15 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
     if (st != OK)
         return st;
     char *at = (char *)room;
-    worklist w = {(int32_t *)(at + at_head), (int4 *)(at + at_tile), (int32_t *)(at + at_token),
-                  (float *)(at + at_factor), (int32_t *)(at + at_place)};
+    worklist w = {(int32_t *)(at + at_head), (int4 *)(at + at_tile),     (int32_t *)(at + at_token),
+                  (float *)(at + at_factor), (int32_t *)(at + at_place), (int32_t *)(at + at_counted)};
     bf16 *act = (bf16 *)(at + at_act), *term = (bf16 *)(at + at_term);
-    st = sort(c, ids, weights, e, most, w, hopper);
+    st = sort(c, ids, weights, e, most, w);
     if (st == OK && boxes) {
         gate_up_op g = {(const bf16 *)x->data, w, act, (int)x->ld, (int)hidden, (int)inner};
         down_op d = {w, term, (int)hidden, (int)inner};
         gemm_maps gate_up = {}, down = {};
-        tensor rows = tensor_of(act, BF16, edges, inner);
+        tensor rows = tensor_of(act, BF16, edges, inner), terms = tensor_of(term, BF16, edges, hidden);
         st = cuda_map_weights(&gate_up.weights, &e->gate_up, e->count, 2, 64);
         if (st == OK)
             st = cuda_map_weights(&down.weights, &e->down, e->count, 1, 64);
@@ -494,11 +527,17 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
         if (st == OK)
             st = cuda_map_rows(&down.rows64, &rows, 64);
         if (st == OK)
-            st = gemm_launch<1>(c, gate_up, g, (int64_t)tiles * (inner / 64), "gate and up of experts");
+            st = cuda_map_half_rows(&gate_up.out8, &rows, 8);
         if (st == OK)
-            st = edges >= PAIRED_FROM * (int64_t)e->count
-                     ? gemm_launch<2>(c, down, d, (int64_t)tiles * ((hidden / 64 + 2) / 2), "down of experts")
-                     : gemm_launch<1>(c, down, d, (int64_t)tiles * ((hidden / 64 + 1) / 2), "down of experts");
+            st = cuda_map_half_rows(&gate_up.out64, &rows, 64);
+        if (st == OK)
+            st = cuda_map_rows(&down.out8, &terms, 8);
+        if (st == OK)
+            st = cuda_map_rows(&down.out64, &terms, 64);
+        if (st == OK)
+            st = gemm_launch(c, gate_up, g, (int64_t)tiles * (inner / 64), "gate and up of experts");
+        if (st == OK)
+            st = gemm_launch(c, down, d, (int64_t)tiles * ((hidden / 64 + 1) / 2), "down of experts");
     } else if (st == OK) {
         dim3 threads(PLAIN, PLAIN);
         unsigned grid = cuda_grid(c, (int64_t)tiles * ((hidden + PLAIN - 1) / PLAIN), 8);

@@ -6,21 +6,22 @@
  * on its neighbours nor on the tiling. Where there are fewer boxes than multiprocessors and few tokens, boxes may be
  * narrow: fewer weight rows, multiplied by the same instruction, whose other rows hold whatever lies behind the box.
  *
- * Three warpgroups. The first feeds a ring of stages (64 of the inner dimension each): one warp asks the copy engine for
- * weights, another for tokens that lie together; scattered ones are gathered by all its threads, 16 bytes a copy. The other two multiply, each its own box of the weight, and bring the result out through `finish`.
- *
- * With PAIR 2 two blocks of a cluster take neighbouring weights for the same tokens. Each asks for every other box of
- * tokens, and the copy engine writes it into both.
+ * Three warpgroups. The first feeds a ring of stages (64 of the inner dimension each): one warp asks the copy engine
+ * for weights, another for tokens that lie together; scattered ones are gathered by the three others, 16 bytes a copy.
+ * The other two warpgroups multiply, each its own box of the weight. What they made waits in shared memory for the copy
+ * engine to bring it out, while the next tile begins.
  *
  * A product is described by an op, a struct passed to the kernel:
  *     GROUPS                            groups of 8 rows, of one half, in a box
+ *     ROW                               bytes that a box of 64 makes of a token: 128, or 64 (gated)
  *     GATHERS                           tokens are scattered: source() says where; else they are rows of maps.rows16
  *     FACTORS                           each token's results have a factor
- *     gemm_shape shape(pair) const      tiles and sizes, by one whole warp; may read counts from device memory
- *     gemm_tile tile(s, t) const        tile t, 0 <= t < s.tiles; those of a pair have the same tokens
+ *     gemm_shape shape() const          tiles and sizes, by one whole warp; may read counts from device memory
+ *     gemm_tile tile(s, t) const        tile t, 0 <= t < s.tiles
  *     uint32_t source(tile, r) const    token row r of the tile: where in `x`, in units of 16 bytes
  *     float factor(tile, r) const
- *     void finish(acc, tile, side, room, factor) const      results of one warpgroup: the box `side` by tile.rows tokens
+ *     void finish(acc, tile, side, room, factor, maps) const      the way out of one warpgroup's results: of the box
+ *                                                                 `side` by tile.rows tokens
  *     void before() const               by one warp, before what earlier kernels wrote may be touched */
 #ifndef EPOCH_CUDA_GEMM_CUH
 #define EPOCH_CUDA_GEMM_CUH
@@ -34,18 +35,26 @@ enum {
     GEMM_TOKENS = 256,        /* most tokens of a tile */
     GEMM_BOX = 64 * TILE_ROW, /* bytes of a box of weights */
     GEMM_STAGES = 16,         /* most stages */
-    GEMM_ROOM = 16384,        /* bytes of a warpgroup's way out: two halves */
-    GEMM_RING = 192 * 1024,
-    GEMM_AT_ROOM = GEMM_RING,
-    GEMM_AT_FACTOR = GEMM_AT_ROOM + 2 * GEMM_ROOM,
-    GEMM_AT_BARRIER = GEMM_AT_FACTOR + 2 * GEMM_TOKENS * 4,
-    GEMM_AT_SHAPE = GEMM_AT_BARRIER + 2 * GEMM_STAGES * 8,
-    GEMM_SHARED = GEMM_AT_SHAPE + 64
+    GEMM_SHARED = 227 * 1024
 };
 
-/* What the copy engine reads: boxes of weights, 64 rows and (where the op has them) narrow ones, and rows of tokens. */
+/* Shared memory of an op whose box makes ROW bytes of a token: each warpgroup's way out has room for a whole tile. */
+template <int ROW> struct gemm_room {
+    enum {
+        OUT = GEMM_TOKENS * ROW,
+        REST = 2 * OUT + 2 * GEMM_TOKENS * 4 + 2 * GEMM_STAGES * 8 + 64,
+        RING = (GEMM_SHARED - REST) / ATOM * ATOM,
+        AT_OUT = RING,
+        AT_FACTOR = AT_OUT + 2 * OUT,
+        AT_BARRIER = AT_FACTOR + 2 * GEMM_TOKENS * 4,
+        AT_SHAPE = AT_BARRIER + 2 * GEMM_STAGES * 8
+    };
+};
+
+/* What the copy engine reads, boxes of weights, 64 rows and (where the op has them) narrow ones, and rows of tokens;
+ * and what it writes. */
 typedef struct gemm_maps {
-    CUtensorMap weights, narrow, rows16, rows64;
+    CUtensorMap weights, narrow, rows16, rows64, out8, out64;
 } gemm_maps;
 
 typedef struct gemm_shape {
@@ -57,7 +66,7 @@ typedef struct gemm_shape {
 
 typedef struct gemm_tile {
     int expert, group; /* where its boxes begin: groups of eight rows */
-    int blocks, outs;  /* boxes (0: none, to fill a pair), weight rows of each */
+    int blocks, outs;  /* boxes, weight rows of each */
     int first, rows;   /* tokens */
 } gemm_tile;
 
@@ -122,9 +131,8 @@ static __device__ void gemm_feed_weights(const OP &op, const gemm_shape &s, cons
 }
 
 /* Tokens that lie together, by one warp. */
-template <class OP, int PAIR>
-static __device__ void gemm_feed_tokens(const OP &op, const gemm_shape &s, const gemm_ring &ring,
-                                        const gemm_maps &maps)
+template <class OP>
+static __device__ void gemm_feed_tokens(const OP &op, const gemm_shape &s, const gemm_ring &ring, const gemm_maps &maps)
 {
     const int lane = (int)threadIdx.x % WARP;
     gemm_place p = {0, 1};
@@ -132,9 +140,8 @@ static __device__ void gemm_feed_tokens(const OP &op, const gemm_shape &s, const
         gemm_tile tile = op.tile(s, t);
         int width = gemm_width(tile.rows), large = width / 64, boxes = large + (width % 64 + 15) / 16;
         uint32_t bytes = (uint32_t)(48 * large + 16 * boxes) * TILE_ROW;
-        int mine = PAIR > 1 ? (int)(blockIdx.x % PAIR) + PAIR * lane : lane;
-        int row = mine < large ? 64 * mine : 48 * large + 16 * mine;
-        const CUtensorMap *map = mine < large ? &maps.rows64 : &maps.rows16;
+        int row = lane < large ? 64 * lane : 48 * large + 16 * lane;
+        const CUtensorMap *map = lane < large ? &maps.rows64 : &maps.rows16;
         uint32_t at = ring.at + (uint32_t)(ring.token_at + row * TILE_ROW);
 #pragma unroll 1
         for (int k = 0; k < s.steps; k++) {
@@ -142,68 +149,59 @@ static __device__ void gemm_feed_tokens(const OP &op, const gemm_shape &s, const
             barrier_wait(ring.empty + 8 * (uint32_t)p.stage, p.parity);
             if (lane == 0)
                 barrier_expect(full, bytes);
-            if (mine < boxes) {
-                if (PAIR > 1)
-                    copy_box2_both(to, map, full, k * TILE_K, tile.first + row);
-                else
-                    copy_box2(to, map, full, k * TILE_K, tile.first + row);
-            }
+            if (lane < boxes)
+                copy_box2(to, map, full, k * TILE_K, tile.first + row);
             gemm_next(p, ring.stages);
         }
     }
 }
 
-/* Weights by the first warp, and scattered tokens by all four: thread 8 i + c copies chunk c of rows i, i + 16, ... */
-template <class OP>
-static __device__ void gemm_feed_scattered(const OP &op, const gemm_shape &s, const gemm_ring &ring,
-                                           const gemm_maps &maps)
+/* Scattered tokens, by the three other warps: groups of eight rows in turn, lane 8 i + c chunk c of rows i and i + 4.
+ * Rows behind the tile's last are copies of it. */
+template <class OP> static __device__ void gemm_feed_scattered(const OP &op, const gemm_shape &s, const gemm_ring &ring)
 {
-    enum { EACH = GEMM_TOKENS / 16 };
+    enum { WARPS = 3, EACH = (GEMM_TOKENS / 8 + WARPS - 1) / WARPS };
     gemm_place p = {0, 1};
-    const int row = (int)threadIdx.x >> 3, chunk = (int)threadIdx.x & 7;
-    const uint32_t at = (uint32_t)(ring.token_at + row * TILE_ROW + ((chunk ^ (row & 7)) << 4));
+    const int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP - 1, row = lane >> 3, chunk = lane & 7;
+    const uint32_t at = ring.at + (uint32_t)(ring.token_at + warp * ATOM + row * TILE_ROW + ((chunk ^ row) << 4));
+    const uint32_t second = (uint32_t)(4 * TILE_ROW) + ((chunk ^ row) & 4 ? -64u : 64u); /* chunk ^ (row + 4) */
     for (int t = (int)blockIdx.x; t < s.tiles; t += (int)gridDim.x) {
         gemm_tile tile = op.tile(s, t);
-        const int left = tile.rows - row;
-        uint32_t from[EACH];
+        const int groups = __shfl_sync(EVERY_LANE, ((tile.rows + 7) / 8 - warp + WARPS - 1) / WARPS, 0);
+        uint32_t from[2 * EACH];
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
-            from[i] = 16 * i < left ? op.source(tile, row + 16 * i) + (uint32_t)chunk : 0;
+        for (int i = 0; i < 2 * EACH; i++) {
+            int r = 8 * (warp + i / 2 * WARPS) + 4 * (i % 2) + row;
+            from[i] = i / 2 < groups ? op.source(tile, r < tile.rows ? r : tile.rows - 1) + (uint32_t)chunk : 0;
+        }
         const uint4 *x = (const uint4 *)op.x;
         asm volatile("" : "+l"(x)); /* in registers: an address is one instruction */
 #pragma unroll 1
         for (int k = 0; k < s.steps; k++) {
-            uint32_t to = ring.at + (uint32_t)(p.stage * ring.stage_bytes), full = ring.full + 8 * (uint32_t)p.stage;
+            uint32_t to = at + (uint32_t)(p.stage * ring.stage_bytes);
             barrier_wait(ring.empty + 8 * (uint32_t)p.stage, p.parity);
-            if (threadIdx.x == 0) {
-                barrier_expect(full, (uint32_t)(tile.blocks * tile.outs) * TILE_ROW);
-                for (int b = 0; b < tile.blocks; b++)
-                    copy_box5(to + (uint32_t)b * GEMM_BOX, &maps.weights, full, k * TILE_K, 0, 0,
-                              tile.group + b * OP::GROUPS, tile.expert);
-            }
 #pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (16 * i < left)
-                    copy16(to + at + (uint32_t)(i * 16 * TILE_ROW), x + from[i]);
-            copies_arrive(full);
+            for (int i = 0; i < EACH; i++) {
+                if (i >= groups)
+                    break;
+                copy16(to + (uint32_t)(i * WARPS * ATOM), x + from[2 * i]);
+                copy16(to + second + (uint32_t)(i * WARPS * ATOM), x + from[2 * i + 1]);
+            }
+            copies_arrive(ring.full + 8 * (uint32_t)p.stage);
             x += TILE_ROW / 16;
             gemm_next(p, ring.stages);
         }
     }
 }
 
-/* The stage may be filled again, as far as this warp is concerned: told to every block that fills it. */
-template <int PAIR> static __device__ __forceinline__ void gemm_release(const gemm_ring &ring, int stage)
+static __device__ __forceinline__ void gemm_release(const gemm_ring &ring, int stage)
 {
-    uint32_t lane = threadIdx.x % WARP, at = ring.empty + 8 * (uint32_t)stage;
-    if (PAIR == 1 && lane == 0)
-        barrier_arrive(at);
-    if (PAIR > 1 && lane < PAIR)
-        barrier_arrive_there(shared_there(at, lane));
+    if (threadIdx.x % WARP == 0)
+        barrier_arrive(ring.empty + 8 * (uint32_t)stage);
 }
 
 /* One tile's products of one warpgroup. */
-template <class OP, int PAIR, int N, int COUNT>
+template <class OP, int N, int COUNT>
 static __device__ __forceinline__ void gemm_multiply(float (&acc)[COUNT], const gemm_ring &ring, gemm_place &p,
                                                      int steps, int side)
 {
@@ -221,22 +219,24 @@ static __device__ __forceinline__ void gemm_multiply(float (&acc)[COUNT], const 
         products_commit();
         if (k > 0) {
             products_wait<1>();
-            gemm_release<PAIR>(ring, before);
+            gemm_release(ring, before);
         }
         before = p.stage;
         gemm_next(p, ring.stages);
     }
     products_wait<0>();
     hold(acc);
-    gemm_release<PAIR>(ring, before);
+    gemm_release(ring, before);
 }
 
-template <class OP, int PAIR>
-static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gemm_ring &ring, uint8_t *room, int side)
+template <class OP>
+static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gemm_ring &ring, const gemm_maps &maps,
+                                    uint8_t *room, int side)
 {
     enum { ROWS = GEMM_TOKENS / 128 };
-    float *factor = (float *)(room + GEMM_AT_FACTOR) + side * GEMM_TOKENS;
-    uint32_t out = shared_at(room + GEMM_AT_ROOM) + (uint32_t)side * GEMM_ROOM;
+    typedef gemm_room<OP::ROW> at;
+    float *factor = (float *)(room + at::AT_FACTOR) + side * GEMM_TOKENS;
+    uint32_t out = shared_at(room + at::AT_OUT) + (uint32_t)(side * at::OUT);
     const int me = (int)threadIdx.x % 128;
     gemm_place p = {0, 0};
     int t = (int)blockIdx.x;
@@ -254,9 +254,9 @@ static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gem
         if (side < tile.blocks) {
             float acc[GEMM_TOKENS / 2];
             switch (gemm_width(tile.rows)) {
-#define EPOCH_CASE(N)                                            \
-    case N:                                                      \
-        gemm_multiply<OP, PAIR, N>(acc, ring, p, s.steps, side); \
+#define EPOCH_CASE(N)                                      \
+    case N:                                                \
+        gemm_multiply<OP, N>(acc, ring, p, s.steps, side); \
         break;
                 EPOCH_CASE(8)
                 EPOCH_CASE(16)
@@ -283,31 +283,33 @@ static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gem
                     factor[me + 128 * i] = f[i];
                 meet(2 + side, 128);
             }
-            op.finish(acc, tile, side, out, factor);
+            op.finish(acc, tile, side, out, factor, maps);
         } else {
             for (int k = 0; k < s.steps; k++) {
                 barrier_wait(ring.full + 8 * (uint32_t)p.stage, p.parity);
-                gemm_release<PAIR>(ring, p.stage);
+                gemm_release(ring, p.stage);
                 gemm_next(p, ring.stages);
             }
         }
         tile = next;
     }
+    brought_wait();
 }
 
-template <class OP, int PAIR>
+template <class OP>
 static __global__ void __launch_bounds__(GEMM_THREADS, 1)
     gemm_kernel(const __grid_constant__ gemm_maps maps, const __grid_constant__ OP op)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t room[];
-    gemm_shape *found = (gemm_shape *)(room + GEMM_AT_SHAPE);
-    const uint32_t full = shared_at(room + GEMM_AT_BARRIER), empty = full + GEMM_STAGES * 8;
+    typedef gemm_room<OP::ROW> at;
+    gemm_shape *found = (gemm_shape *)(room + at::AT_SHAPE);
+    const uint32_t full = shared_at(room + at::AT_BARRIER), empty = full + GEMM_STAGES * 8;
     if (threadIdx.x == 0) {
         prefetch_map(&maps.weights);
         for (uint32_t i = 0; i < GEMM_STAGES; i++) {
-            barrier_init(full + 8 * i, OP::GATHERS ? 129 : 2); /* who feeds */
-            barrier_init(empty + 8 * i, 8 * PAIR); /* the warps that multiply */
+            barrier_init(full + 8 * i, OP::GATHERS ? 97 : 2); /* who feeds */
+            barrier_init(empty + 8 * i, 8);                   /* the warps that multiply */
         }
         barrier_init_done();
     } else if (threadIdx.x / WARP == 1) {
@@ -316,85 +318,128 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
     after_previous();
     let_next();
     if (threadIdx.x < WARP) {
-        gemm_shape s = op.shape(PAIR);
+        gemm_shape s = op.shape();
         if (threadIdx.x == 0)
             *found = s;
     }
-    if (PAIR > 1)
-        cluster_meet();
-    else
-        __syncthreads();
+    __syncthreads();
     const gemm_shape s = *found;
-    if ((int)(blockIdx.x / PAIR * PAIR) >= s.tiles)
+    if ((int)blockIdx.x >= s.tiles)
         return;
     gemm_ring ring = {.at = shared_at(room), .full = full, .empty = empty};
     ring.token_at = s.outs == 64 ? s.blocks * GEMM_BOX : s.outs * TILE_ROW;
     ring.stage_bytes = ring.token_at + (s.tokens + 15) / 16 * 16 * TILE_ROW;
-    ring.stages = GEMM_RING / ring.stage_bytes < GEMM_STAGES ? GEMM_RING / ring.stage_bytes : GEMM_STAGES;
+    ring.stages = at::RING / ring.stage_bytes < GEMM_STAGES ? at::RING / ring.stage_bytes : (int)GEMM_STAGES;
     if (threadIdx.x < 128) {
         registers_fewer<72>();
-        if constexpr (OP::GATHERS != 0)
-            gemm_feed_scattered(op, s, ring, maps);
-        else if (threadIdx.x < WARP)
+        const int warp = __shfl_sync(EVERY_LANE, (int)threadIdx.x / WARP, 0); /* seen to be one for all lanes */
+        if (warp == 0) {
             gemm_feed_weights(op, s, ring, maps);
-        else if (threadIdx.x < 2 * WARP)
-            gemm_feed_tokens<OP, PAIR>(op, s, ring, maps);
+        } else if constexpr (OP::GATHERS != 0) {
+            gemm_feed_scattered(op, s, ring);
+        } else if (warp == 1) {
+            gemm_feed_tokens(op, s, ring, maps);
+        }
     } else {
         registers_more<216>();
-        gemm_consume<OP, PAIR>(op, s, ring, room, (int)threadIdx.x / 128 - 1);
+        gemm_consume(op, s, ring, maps, room, (int)threadIdx.x / 128 - 1);
     }
-    if (PAIR > 1) /* no block leaves while the other writes to it */
-        cluster_meet();
 #else
     (void)maps, (void)op;
     __trap(); /* the launchers ask cuda_is_hopper */
 #endif
 }
 
-/* PAIR blocks at a time take the tiles, at most `most_tiles`. */
-template <int PAIR, class OP>
+template <class OP>
 static status gemm_launch(cuda *c, const gemm_maps &maps, const OP &op, int64_t most_tiles, const char *what)
 {
-    void (*kernel)(gemm_maps, OP) = gemm_kernel<OP, PAIR>;
+    void (*kernel)(gemm_maps, OP) = gemm_kernel<OP>;
     status st = cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, GEMM_SHARED), what,
                            __FILE__, __LINE__);
-    unsigned pairs = cuda_grid(c, (most_tiles + PAIR - 1) / PAIR * PAIR, 1) / PAIR;
-    return st == OK ? launch_clusters(c, what, kernel, pairs * PAIR, GEMM_THREADS, GEMM_SHARED, PAIR, maps, op) : st;
+    unsigned grid = cuda_grid(c, most_tiles, 1);
+    return st == OK ? launch(c, what, kernel, grid, GEMM_THREADS, GEMM_SHARED, maps, op) : st;
 }
 
-/* The way out of a box's outs by tile.rows tokens as they are: room for 64 tokens at a time, each half of the room in
- * turn, then rows of 128 bytes to y(first + token). `with` gives the factors of tokens r and r + 1. */
+/* The way out of whole boxes: a tile's rows of ROW bytes, swizzled, wait in the warpgroup's room while the copy engine
+ * brings them out and the next tile begins. `put` writes them there. Rows behind the last eight go by hand. */
+template <int ROW, class PUT>
+static __device__ __forceinline__ void gemm_boxes_out(const gemm_tile &tile, int side, uint32_t room,
+                                                      const gemm_maps &maps, bf16 *y, int64_t ldy, int column,
+                                                      const PUT &put)
+{
+    enum { CHUNKS = ROW / 16 };
+    const int me = (int)threadIdx.x % 128, warp = me / WARP, lane = me % WARP;
+    brought_wait_read();
+    meet(2 + side, 128); /* the room may be written again */
+    put();
+    fence_written();
+    meet(2 + side, 128);
+    int large = tile.rows / 64, boxes = large + tile.rows % 64 / 8, box = 4 * lane + warp;
+    if (box < boxes) {
+        int row = box < large ? 64 * box : 56 * large + 8 * box;
+        bring_box2(box < large ? &maps.out64 : &maps.out8, room + (uint32_t)(row * ROW), column, tile.first + row);
+    }
+    brought_commit();
+    int token = (tile.rows & ~7) + me / CHUNKS, chunk = me % CHUNKS;
+    if (token < tile.rows) {
+        int place = ROW == TILE_ROW ? chunk ^ (token & 7) : chunk ^ (token >> 1 & 3);
+        *(uint4 *)(y + (tile.first + token) * ldy + column + chunk * 8) =
+            shared_load16(room + (uint32_t)(token * ROW + (place << 4)));
+    }
+}
+
+/* Sixteen tokens from 8 j on, swizzled rows of 128 bytes from `to` on. `with` gives the factors of tokens r, r + 1. */
+template <class WITH>
+static __device__ __forceinline__ void gemm_put_rows(const float (&acc)[GEMM_TOKENS / 2], int j, uint32_t to,
+                                                     const WITH &with)
+{
+    const int warp = (int)threadIdx.x % 128 / WARP, lane = (int)threadIdx.x % WARP;
+    uint32_t v[4]; /* blocks: tokens 8 j on of outs 0-7 and 8-15 of this warp, then the next eight tokens */
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        int b = 4 * (j + h), r = 8 * (j + h) + 2 * (lane % 4);
+        float f0, f1;
+        with(r, f0, f1);
+        v[2 * h] = pair(acc[b] * f0, acc[b + 1] * f1);
+        v[2 * h + 1] = pair(acc[b + 2] * f0, acc[b + 3] * f1);
+    }
+    int token = 8 * (lane / 16) + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+    store_across(to + (uint32_t)(token * TILE_ROW + ((chunk ^ (token & 7)) << 4)), v[0], v[1], v[2], v[3]);
+}
+
+/* The way out of a box's outs by tile.rows tokens as they are, to y(first + token) + column. A narrow box's: 64 tokens
+ * at a time, each half of some room in turn. */
 template <class WITH>
 static __device__ __forceinline__ void gemm_rows_out(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
-                                                     int side, uint32_t room, bf16 *y, int64_t ldy, const WITH &with)
+                                                     int side, uint32_t room, const gemm_maps &maps, bf16 *y,
+                                                     int64_t ldy, int column, const WITH &with)
 {
-    int me = (int)threadIdx.x % 128, warp = me / WARP, lane = me % WARP;
-    const bool inside = (me & 7) * 8 < tile.outs;
+    if (tile.outs == 64) {
+        gemm_boxes_out<TILE_ROW>(tile, side, room, maps, y, ldy, column, [&]() {
+#pragma unroll
+            for (int j = 0; j < GEMM_TOKENS / 8; j += 2) {
+                if (8 * j >= tile.rows)
+                    break;
+                gemm_put_rows(acc, j, room + (uint32_t)(8 * j * TILE_ROW), with);
+            }
+        });
+        return;
+    }
+    const int me = (int)threadIdx.x % 128, chunk = me & 7;
 #pragma unroll
     for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
         if (8 * j >= tile.rows)
             break;
-        uint32_t half = room + (uint32_t)(j / 8 & 1) * (GEMM_ROOM / 2);
+        uint32_t half = room + (uint32_t)((j / 8 & 1) * 64 * TILE_ROW);
 #pragma unroll
-        for (int i = 0; i < 8; i += 2) { /* blocks: tokens j + i outs 0-7 and 8-15 of this warp, then the next tokens */
-            uint32_t v[4];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                int b = 4 * (j + i + h), r = 8 * (j + i + h) + 2 * (lane % 4);
-                float f0, f1;
-                with(r, f0, f1);
-                v[2 * h] = pair(acc[b] * f0, acc[b + 1] * f1);
-                v[2 * h + 1] = pair(acc[b + 2] * f0, acc[b + 3] * f1);
-            }
-            int token = 8 * (i + lane / 16) + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-            store_across(half + (uint32_t)(token * TILE_ROW + ((chunk ^ (token & 7)) << 4)), v[0], v[1], v[2], v[3]);
-        }
+        for (int i = 0; i < 8; i += 2)
+            gemm_put_rows(acc, j + i, half + (uint32_t)(8 * i * TILE_ROW), with);
         meet(2 + side, 128);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int token = (me >> 3) + 16 * i, chunk = me & 7;
-            if (8 * j + token < tile.rows && inside)
-                *(uint4 *)(y + (tile.first + 8 * j + token) * ldy + chunk * 8) =
+            int token = (me >> 3) + 16 * i;
+            if (8 * j + token < tile.rows && chunk * 8 < tile.outs)
+                *(uint4 *)(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8) =
                     shared_load16(half + (uint32_t)(token * TILE_ROW + ((chunk ^ (token & 7)) << 4)));
         }
     }
@@ -406,39 +451,53 @@ static __device__ __forceinline__ float silu(float x)
     return __fdividef(x, 1.0f + __expf(-x));
 }
 
-/* The way out of a box that holds eight rows of gate, the eight of up that belong to them, and so on, so that a
- * thread's accumulator has both: silu(gate) * up of tile.rows tokens, half as many features as the box has rows. 128
- * tokens at a time, each half of the room in turn: rows of 32 features, 64 bytes, two to a line of banks. */
-static __device__ __forceinline__ void gemm_gated_out(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
-                                                      int side, uint32_t room, bf16 *y, int64_t ldy)
+/* Thirty-two tokens from 8 j on, swizzled rows of 32 features from `to` on. */
+static __device__ __forceinline__ void gemm_put_gated(const float (&acc)[GEMM_TOKENS / 2], int j, uint32_t to)
 {
-    int me = (int)threadIdx.x % 128, warp = me / WARP, lane = me % WARP;
-    const bool inside = (me & 3) * 16 < tile.outs;
+    const int warp = (int)threadIdx.x % 128 / WARP, lane = (int)threadIdx.x % WARP;
+    uint32_t v[4];
 #pragma unroll
-    for (int j = 0; j < GEMM_TOKENS / 8; j += 16) {
+    for (int h = 0; h < 4; h++) {
+        int b = 4 * (j + h);
+        v[h] = pair(silu(acc[b]) * acc[b + 2], silu(acc[b + 1]) * acc[b + 3]);
+    }
+    int token = 8 * (lane / 8) + lane % 8;
+    store_across(to + (uint32_t)(token * 64 + ((warp ^ (token >> 1 & 3)) << 4)), v[0], v[1], v[2], v[3]);
+}
+
+/* The way out of a box that holds eight rows of gate, the eight of up that belong to them, and so on, so that a
+ * thread's accumulator has both: silu(gate) * up of tile.rows tokens, half as many features as the box has rows. */
+static __device__ __forceinline__ void gemm_gated_out(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
+                                                      int side, uint32_t room, const gemm_maps &maps, bf16 *y,
+                                                      int64_t ldy, int column)
+{
+    enum { ROW = 64 };
+    if (tile.outs == 64) {
+        gemm_boxes_out<ROW>(tile, side, room, maps, y, ldy, column, [&]() {
+#pragma unroll
+            for (int j = 0; j < GEMM_TOKENS / 8; j += 4) {
+                if (8 * j >= tile.rows)
+                    break;
+                gemm_put_gated(acc, j, room + (uint32_t)(8 * j * ROW));
+            }
+        });
+        return;
+    }
+    const int me = (int)threadIdx.x % 128, chunk = me & 3;
+#pragma unroll
+    for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
         if (8 * j >= tile.rows)
             break;
-        uint32_t half = room + (uint32_t)(j / 16 & 1) * (GEMM_ROOM / 2);
-#pragma unroll
-        for (int i = 0; i < 16; i += 4) {
-            if (8 * (j + i) >= tile.rows)
-                break;
-            uint32_t v[4];
-#pragma unroll
-            for (int h = 0; h < 4; h++) {
-                int b = 4 * (j + i + h);
-                v[h] = pair(silu(acc[b]) * acc[b + 2], silu(acc[b + 1]) * acc[b + 3]);
-            }
-            int token = 8 * (i + lane / 8) + lane % 8;
-            store_across(half + (uint32_t)(token * 64 + ((warp ^ (token >> 1 & 3)) << 4)), v[0], v[1], v[2], v[3]);
-        }
+        uint32_t half = room + (uint32_t)((j / 8 & 1) * 64 * ROW);
+        gemm_put_gated(acc, j, half);
+        gemm_put_gated(acc, j + 4, half + 32 * ROW);
         meet(2 + side, 128);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int token = (me >> 2) + 32 * i, chunk = me & 3;
-            if (8 * j + token < tile.rows && inside)
-                *(uint4 *)(y + (int64_t)(tile.first + 8 * j + token) * ldy + chunk * 8) =
-                    shared_load16(half + (uint32_t)(token * 64 + ((chunk ^ (token >> 1 & 3)) << 4)));
+        for (int i = 0; i < 2; i++) {
+            int token = (me >> 2) + 32 * i;
+            if (8 * j + token < tile.rows && chunk * 16 < tile.outs)
+                *(uint4 *)(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8) =
+                    shared_load16(half + (uint32_t)(token * ROW + ((chunk ^ (token >> 1 & 3)) << 4)));
         }
     }
     meet(2 + side, 128); /* the room may be written again */

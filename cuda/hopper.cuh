@@ -42,20 +42,7 @@ static __device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t byte
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 
-/* The same shared address in the cluster's block `rank`, for barrier_arrive_there. */
-static __device__ __forceinline__ uint32_t shared_there(uint32_t at, uint32_t rank)
-{
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    return there;
-}
-
-static __device__ __forceinline__ void barrier_arrive_there(uint32_t there)
-{
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
-}
-
-/* Waits for the phase of this parity to complete. A wait of half a minute is a broken pipeline: the kernel stops, and
+/* Waits for the phase of this parity to complete. A wait of some seconds is a broken pipeline: the kernel stops, and
  * the error names it, instead of hanging the job. */
 static __device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity)
 {
@@ -72,7 +59,7 @@ static __device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity
             return;
         if (since == 0)
             since = clock64();
-        else if (clock64() - since > 1ll << 36)
+        else if (clock64() - since > 1ll << 33)
             __trap();
     }
 }
@@ -92,8 +79,9 @@ static __device__ __forceinline__ void cluster_meet()
 /* The word at the same shared address of the cluster's block `rank`. */
 static __device__ __forceinline__ int32_t cluster_load(uint32_t at, int rank)
 {
+    uint32_t there;
     int32_t value;
-    uint32_t there = shared_there(at, (uint32_t)rank);
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
     return value;
 }
@@ -141,15 +129,29 @@ static __device__ __forceinline__ void prefetch_box2(const CUtensorMap *map, int
                  : "memory");
 }
 
-/* The same into both blocks of a cluster of two, at the same place, and on the barrier of each. */
-static __device__ __forceinline__ void copy_box2_both(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0,
-                                                      int c1)
+/* A box out of shared memory, where it has been made visible by fence_written and a barrier; of two dimensions. */
+static __device__ __forceinline__ void bring_box2(const CUtensorMap *map, uint32_t from, int c0, int c1)
 {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%3, %4}], [%2], %5;" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "h"((uint16_t)3)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+                 "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void brought_commit()
+{
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Until shared memory that this thread had brought out has been read. */
+static __device__ __forceinline__ void brought_wait_read()
+{
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/* Until what this thread had brought out is in memory. */
+static __device__ __forceinline__ void brought_wait()
+{
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 /* Asks for bytes to be in the cache soon; a multiple of 16, and so the address. */

@@ -31,13 +31,13 @@ bool cuda_is_hopper(const cuda *c)
 }
 
 static status encode(CUtensorMap *m, const tensor *t, unsigned rank, const cuuint64_t *dims, const cuuint64_t *strides,
-                     const cuuint32_t *box)
+                     const cuuint32_t *box, CUtensorMapSwizzle swizzle)
 {
     status st = OK;
     static const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     CUresult r = encoder()(m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, t->data, dims, strides, box, steps,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (r != CUDA_SUCCESS)
         FAIL(FAILED, "the driver refused to describe a matrix [%lld, %lld] of row length %lld at %p (CUresult %d)",
              (long long)t->rows, (long long)t->cols, (long long)t->ld, t->data, (int)r);
@@ -50,7 +50,15 @@ status cuda_map_rows(CUtensorMap *m, const tensor *t, int box_rows)
     assert(t->type == BF16 && t->ld % 8 == 0);
     const cuuint64_t dims[2] = {(cuuint64_t)t->cols, (cuuint64_t)t->rows}, strides[1] = {(cuuint64_t)t->ld * 2};
     const cuuint32_t box[2] = {64, (cuuint32_t)box_rows};
-    return encode(m, t, 2, dims, strides, box);
+    return encode(m, t, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+status cuda_map_half_rows(CUtensorMap *m, const tensor *t, int box_rows)
+{
+    assert(t->type == BF16 && t->ld % 8 == 0);
+    const cuuint64_t dims[2] = {(cuuint64_t)t->cols, (cuuint64_t)t->rows}, strides[1] = {(cuuint64_t)t->ld * 2};
+    const cuuint32_t box[2] = {32, (cuuint32_t)box_rows};
+    return encode(m, t, 2, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 status cuda_map_weights(CUtensorMap *m, const tensor *t, int64_t count, int halves, int box_rows)
@@ -61,5 +69,5 @@ status cuda_map_weights(CUtensorMap *m, const tensor *t, int64_t count, int halv
     const cuuint64_t dims[5] = {(cuuint64_t)t->cols, 8, (cuuint64_t)halves, rows / 8, (cuuint64_t)count};
     const cuuint64_t strides[4] = {row, rows * row, 8 * row, rows * (cuuint64_t)halves * row};
     const cuuint32_t box[5] = {64, 8, (cuuint32_t)halves, (cuuint32_t)(box_rows / 8 / halves), 1};
-    return encode(m, t, 5, dims, strides, box);
+    return encode(m, t, 5, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }

@@ -7,10 +7,8 @@
  * rows.
  *
  * On a Hopper GPU the rows are the M side of the tensor cores' product, so that a thread holds 64 logits of a row. One
- * thread asks the copy engine for both operands, two warpgroups multiply 64 rows each. Where there are more rows than a
- * tile has, the two blocks of a cluster take neighbouring rows for the same ids: each asks for half the weights, and
- * the copy engine writes them into both. Otherwise, or where the width is no multiple of 64: sums of fp32 in a plain
- * kernel. */
+ * thread asks the copy engine for both operands, two warpgroups multiply 64 rows each. Otherwise, or where the width is
+ * no multiple of 64: sums of fp32 in a plain kernel. */
 #include "cuda/device.cuh"
 #include "cuda/hopper.cuh"
 #include "cuda/maps.h"
@@ -130,9 +128,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) uint8_t room[];
     after_previous();
     let_next();
-    const int n = head_rows(op), both = n > 128, row_tiles = both ? (n + 255) / 256 * 2 : 1;
-    const int all = op.tiles * (n > 0 ? row_tiles : 0), boxes = n <= 64 ? 1 : 2, lane = (int)threadIdx.x % WARP;
-    const int stages = boxes == 1 ? 5 : 4, steps = op.width / TILE_K, rank = (int)blockIdx.x % 2;
+    const int n = head_rows(op), row_tiles = (n + 127) / 128, all = op.tiles * row_tiles, boxes = n <= 64 ? 1 : 2;
+    const int stages = boxes == 1 ? 5 : 4, steps = op.width / TILE_K;
     const uint32_t ring = shared_at(room), full = shared_at(room + AT_BARRIERS), empty = full + STAGES * 8;
     const uint32_t stage_bytes = (uint32_t)(IDS / 64 + boxes) * BOX;
     if (threadIdx.x == 0) {
@@ -140,11 +137,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
         prefetch_map(&inputs);
         for (uint32_t i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, 1);
-            barrier_init(empty + 8 * i, both ? 16 : 8); /* the warps that multiply */
+            barrier_init(empty + 8 * i, 8); /* the warps that multiply */
         }
         barrier_init_done();
     }
-    cluster_meet();
+    __syncthreads();
     if (threadIdx.x < 128) {
         registers_fewer<40>();
         if (threadIdx.x == 0) {
@@ -156,12 +153,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
                     uint32_t to = ring + stage * stage_bytes, done = full + 8 * stage;
                     barrier_wait(empty + 8 * stage, parity);
                     barrier_expect(done, stage_bytes);
-                    if (both)
-                        for (int i = rank; i < IDS / 64; i += 2)
-                            copy_box2_both(to + (uint32_t)i * BOX, &weights, done, k * TILE_K, ids * IDS + i * 64);
-                    else
-                        for (int i = 0; i < IDS / 64; i++)
-                            copy_box2(to + (uint32_t)i * BOX, &weights, done, k * TILE_K, ids * IDS + i * 64);
+                    for (int i = 0; i < IDS / 64; i++)
+                        copy_box2(to + (uint32_t)i * BOX, &weights, done, k * TILE_K, ids * IDS + i * 64);
                     for (int i = 0; i < boxes; i++)
                         copy_box2(to + (uint32_t)(IDS / 64 + i) * BOX, &inputs, done, k * TILE_K, rows * 128 + i * 64);
                     if (++stage == (uint32_t)stages) {
@@ -171,11 +164,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
                 }
             }
         }
-        __syncwarp();
     } else {
         registers_more<232>();
-        const int side = (int)threadIdx.x / 128 - 1;
-        const uint32_t release = shared_there(empty, (uint32_t)(both ? lane % 2 : rank)); /* by each of those who fill */
+        const int side = (int)threadIdx.x / 128 - 1, lane = (int)threadIdx.x % WARP;
         uint32_t stage = 0, parity = 0;
         for (int t = (int)blockIdx.x; t < all; t += (int)gridDim.x) {
             int ids, rows;
@@ -194,8 +185,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
                     products_commit();
                     products_wait<1>();
                 }
-                if (k > 0 && lane <= both)
-                    barrier_arrive_there(release + 8 * before);
+                if (k > 0 && lane == 0)
+                    barrier_arrive(empty + 8 * before);
                 before = stage;
                 if (++stage == (uint32_t)stages) {
                     stage = 0;
@@ -204,8 +195,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
             }
             products_wait<0>();
             hold(acc);
-            if (lane <= both)
-                barrier_arrive_there(release + 8 * before);
+            if (lane == 0)
+                barrier_arrive(empty + 8 * before);
             if (side >= boxes)
                 continue;
             int row = rows * 128 + side * 64 + (int)threadIdx.x % 128 / WARP * 16 + lane / 4,
@@ -214,7 +205,6 @@ static __global__ void __launch_bounds__(THREADS, 1)
             head_reduce<of_accumulator<1>>(op, acc, row + 8, first, ids, n);
         }
     }
-    cluster_meet(); /* no block leaves while the other writes to it */
 #else
     (void)weights, (void)inputs, (void)op;
     __trap(); /* the launcher asks cuda_is_hopper */
@@ -327,9 +317,9 @@ extern "C" status cuda_head(backend *b, tensor *best, const tensor *h, const ten
             return st;
         st = cuda_check(cudaFuncSetAttribute(head_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED), "head",
                         __FILE__, __LINE__);
-        unsigned pairs = cuda_grid(c, (int64_t)(op.tiles + 1) / 2 * ((op.rows + 127) / 128) * 2, 1) / 2;
+        unsigned grid = cuda_grid(c, (int64_t)op.tiles * ((op.rows + 127) / 128), 1);
         if (st == OK)
-            st = launch_clusters(c, "head", head_kernel, 2 * pairs, THREADS, SHARED, 2, weights, inputs, op);
+            st = launch(c, "head", head_kernel, grid, THREADS, SHARED, weights, inputs, op);
     } else {
         unsigned grid = cuda_grid(c, (int64_t)op.tiles * ((op.rows + PLAIN - 1) / PLAIN), 8);
         plain_kernel<<<grid, dim3(PLAIN, PLAIN), 0, c->stream>>>(*h, *w, op);

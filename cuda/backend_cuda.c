@@ -416,7 +416,6 @@ static status aside(backend *b)
     CUDA_TRY(cudaEventRecord(c->parted, c->main));
     CUDA_TRY(cudaStreamWaitEvent(c->beside, c->parted, 0));
     c->stream = c->beside;
-    c->ordered = true;
 out:
     return st;
 }
@@ -437,7 +436,6 @@ static status join(backend *b)
     status st = OK;
     cuda *c = cuda_of(b);
     CUDA_TRY(cudaStreamWaitEvent(c->main, c->joined, 0));
-    c->ordered = true;
 out:
     return st;
 }
@@ -481,6 +479,7 @@ static void close_cuda(backend *b)
 static const backend table = {
     .name = "cuda",
     .activation = BF16,
+    .late_sums = true,
     .expert_tiles = -1,
     .timed_every = TIMED_EVERY,
     .runs_ahead = true,

@@ -56,7 +56,7 @@ typedef struct cuda {
     cudaStream_t main, beside;
     cudaEvent_t parted, joined; /* aside waits for the one, join for the other */
     bool capturing;           /* what is enqueued now becomes a graph */
-    bool ordered;             /* the next launch follows more than one kernel: it must not overlap */
+    bool ordered;             /* the next launch follows an event: nothing to overlap with */
     bool overlaps;            /* kernels may start while the one before them ends: device.cuh, launch */
     cublasLtHandle_t lt;      /* what ceilings.c measures with; the ops' own products are in gemm.cuh */
     void *workspace;          /* of cuBLASLt: CUDA_WORKSPACE_BYTES on the device */

@@ -64,7 +64,7 @@ static __device__ __forceinline__ row_edges find_edges(const cuda_terms &t, int6
     return e;
 }
 
-/* Their sum, of vector j of the terms (`inside`: there is one). All lanes call: they know the edges. */
+/* Their sum, of vector j of the terms; no number where that is not inside. All lanes call: they know the edges. */
 template <int LEVELS, int V>
 static __device__ __forceinline__ void sum_terms(float (&sum)[V], const cuda_terms &t, const row_edges &e, int64_t j,
                                                  int64_t width, bool inside)
@@ -170,13 +170,14 @@ template <int V, int FROM> static __global__ void __launch_bounds__(THREADS) res
             if (FROM != FROM_ROWS && shared)
                 add(more, z);
             add(to, more);
-            if (inside)
-                x[j] = to;
             if (base == 0)
                 first = to;
+            if (inside) {
+                x[j] = to;
 #pragma unroll
-            for (int k = 0; k < V; k++)
-                sum = fmaf(widen(to.x[k]), widen(to.x[k]), sum);
+                for (int k = 0; k < V; k++)
+                    sum = fmaf(widen(to.x[k]), widen(to.x[k]), sum);
+            }
         }
         float scale = 1.0f / sqrtf(block_sum<THREADS>(sum, room) / (float)a.r.x.cols + a.r.eps);
         int32_t place = a.r.h_fresh.data ? ((const int32_t *)a.in.place.data)[i] : -1;

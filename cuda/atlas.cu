@@ -10,13 +10,11 @@
 #include "cuda/universe.cuh"
 
 enum {
-    THREADS = 128,
-    WARPS = THREADS / WARP,
     WAVES = 8,
     BUILD_THREADS = 256, /* of a small cohort's block */
     SPREAD_THREADS = 1024,
     SPREAD = 8,          /* blocks of a large cohort's cluster */
-    SMALL_ROWS = 1024,   /* of a cohort, at most */
+    SMALL_ROWS = 256,    /* of a cohort, at most */
     WORDS_MOST = SUM_TREE_EXPERTS / 32,
     NOBODY = 0xffff      /* no candidate */
 };
@@ -38,6 +36,7 @@ typedef struct building {
     route_rule r;
     atlas_rule a;
     block_rule k;
+    grouping g;
     int width;           /* K + m */
     cohort_range *range;
     int64_t stride;      /* candidate j of fresh row i is number j * stride + i */
@@ -49,6 +48,11 @@ typedef struct building {
 static __device__ __forceinline__ int32_t owner_of(const building &b, int64_t i)
 {
     return ((const int32_t *)b.in.slot.data)[((const int32_t *)b.in.fresh.data)[i]];
+}
+
+static __device__ __forceinline__ bool in_words(const int32_t *set, int e)
+{
+    return (uint32_t)set[e >> 5] >> (e & 31) & 1;
 }
 
 /* ---- candidates and the coverage test */
@@ -70,89 +74,93 @@ static __device__ __forceinline__ void add_tally(cohort_range *g, const tally &t
         atomicAdd((unsigned long long *)&g->covered, (unsigned long long)t.covered);
 }
 
-/* One row of an active block. set: of this lane's experts, those of the support that the row is tested against. */
+/* One row of an active block; set: the support that it is tested against, or NULL. */
 template <int N>
-static __device__ __forceinline__ void test_row(const building &b, int i, queue &q, bool tested, uint32_t set,
-                                                tally &t)
+static __device__ __forceinline__ void test_row(const building &b, int i, const universe<N> &u, const int32_t *set,
+                                                uint8_t *room, tally &t)
 {
     int lane = threadIdx.x % WARP;
-    float sum = 0, have = 0, my_score = 0;
-    uint32_t my_id = NOBODY;
-    bool some = true;
+    float *scores = (float *)(room + warps<N>::QUEUE), sum = 0, have = 0;
+    uint16_t *taken = (uint16_t *)(scores + N * WARP);
+    queue q;
+    queue_open(q, u, room);
+#pragma unroll
+    for (int k = 0; k < N; k++)
+        scores[lane * N + k] = u.score[k];
 #pragma unroll 1
+    for (int j = lane; j < b.width; j += WARP)
+        taken[j] = NOBODY;
+    __syncwarp();
+#pragma unroll 2
     for (int j = 0; j < b.width; j++) {
-        int lead, at;
-        float score;
-        some = some && queue_take(q, &lead, &at, &score);
-        if (some) {
-            uint32_t found = __shfl_sync(EVERY_LANE, (set >> at & 1) << 16 | (uint32_t)(lane * N + at), lead);
-            score = __shfl_sync(EVERY_LANE, score, lead);
-            if (j < b.r.top_k) {
-                sum = __fadd_rn(sum, score);
-                have = found >> 16 ? __fadd_rn(have, score) : have;
-            }
-            if (lane == j % WARP) {
-                my_id = found & 0xffff;
-                my_score = score;
-            }
+        uint32_t id;
+        if (queue_take(q, &id))
+            taken[j] = (uint16_t)id;
+    }
+    __syncwarp();
+    for (int base = 0; base < b.width; base += WARP) { /* a lane a candidate */
+        int j = base + lane, id = j < b.width ? taken[j] : NOBODY;
+        float score = id != NOBODY ? scores[id] : 0;
+        uint32_t inside = __ballot_sync(EVERY_LANE, set && id != NOBODY && in_words(set, id));
+        if (j < b.width) {
+            b.id[j * b.stride + i] = (uint16_t)id;
+            b.score[j * b.stride + i] = score;
         }
-        if (j % WARP == WARP - 1 || j == b.width - 1) {
-            int mine = j / WARP * WARP + lane;
-            if (mine <= j) {
-                b.id[mine * b.stride + i] = (uint16_t)my_id;
-                b.score[mine * b.stride + i] = my_score;
-            }
-            my_id = NOBODY;
+        int most = b.r.top_k - base < WARP ? b.r.top_k - base : WARP;
+#pragma unroll 2
+        for (int k = 0; k < most; k++) {
+            float s = __shfl_sync(EVERY_LANE, score, k);
+            sum = __fadd_rn(sum, s);
+            have = inside >> k & 1 ? __fadd_rn(have, s) : have;
         }
     }
+    __syncwarp(); /* the room is free */
     float floor = __fmul_rn(b.a.coverage, sum), all = __fdiv_rn(floor, b.a.coverage);
     if (lane == 0)
         b.floor[i] = floor;
     t.rows++;
-    if (tested) {
+    if (set) {
         t.under += have < floor;
         t.covered += atlas_fixed(all > 0 ? __fdiv_rn(have, all) : 1.0f);
     }
 }
 
-template <int N> static __global__ void __launch_bounds__(THREADS) test_kernel(const __grid_constant__ building b)
+template <int N> static __global__ void __launch_bounds__(warps<N>::THREADS) test_kernel(const __grid_constant__ building b)
 {
     extern __shared__ __align__(16) uint32_t shared[];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, words = (int)b.p.support.cols - 1;
-    uint32_t *room = shared + warp * (queue_bytes<N>() / sizeof *shared), whole = lane_set<N>(NULL, b.r.experts);
-    grouping g = grouping_of<N>(b.r);
+    uint32_t *room = shared + warp * (warps<N>::BYTES / sizeof *shared), whole = lane_set<N>(NULL, b.r.experts);
     float bias[N];
     lane_share(bias, b.bias, b.r.experts);
     after_previous();
     let_next();
-    int n = (int)used_rows(b.in.fresh), warps = (int)gridDim.x * WARPS, each = (n + warps - 1) / warps;
-    int from = ((int)blockIdx.x * WARPS + warp) * each, to = from + each < n ? from + each : n;
+    int n = (int)used_rows(b.in.fresh), every = (int)gridDim.x * warps<N>::COUNT, each = (n + every - 1) / every;
+    int from = ((int)blockIdx.x * warps<N>::COUNT + warp) * each, to = from + each < n ? from + each : n;
     if (from >= to)
         return;
-    int32_t before = from > 0 ? owner_of(b, from - 1) / b.k.cohort : -1, cohort = before;
-    int32_t after = to < n ? owner_of(b, to) / b.k.cohort : -1;
+    int32_t before = from > 0 ? owner_of(b, from - 1) : -1, after = to < n ? owner_of(b, to) : INT32_MAX;
+    int32_t cohort = -1;
     tally t = {};
     for (int i = from; i < to; i++) {
         float z[N];
         lane_share(z, row_of<float>(b.z, i), b.r.experts);
         int32_t row = ((const int32_t *)b.in.fresh.data)[i], owner = ((const int32_t *)b.in.slot.data)[row];
-        int32_t position = ((const int32_t *)b.in.position.data)[row], mine = owner / b.k.cohort;
+        int32_t mine = owner / b.k.cohort;
         bool sealing = ((const int32_t *)b.in.role.data)[row] == ROW_SEALING;
         const slot *sl = (const slot *)b.s.slot.data + owner;
         const int32_t *support = support_of(b.p, b.layer, mine);
-        uint32_t set = lane_set<N>(support, b.r.experts);
         bool tested = sl->path != PATH_COLD && support[words] == SUPPORT_HOLDS;
         if (mine != cohort) { /* a cohort's rows are neighbours */
             if (lane == 0 && i > from)
                 b.range[cohort].last = i;
-            if (lane == 0)
+            if (lane == 0 && (i > from || before < mine * b.k.cohort))
                 b.range[mine].first = i;
             if (i > from)
                 add_tally(&b.range[cohort], t);
             t = tally{};
             cohort = mine;
         }
-        if (sealing || !(sl->fresh >> (position % b.k.block_size) & 1)) {
+        if (sealing || (b.k.dense_lane && !is_fresh(b.in, b.k, row, sl))) {
             if (lane == 0)
                 b.floor[i] = -1;
             continue;
@@ -160,12 +168,10 @@ template <int N> static __global__ void __launch_bounds__(THREADS) test_kernel(c
         universe<N> u;
         universe_score(u, z);
         universe_open(u, bias, whole);
-        universe_limit(u, g, room);
-        queue q;
-        queue_open(q, u, room);
-        test_row<N>(b, i, q, tested, tested ? set : 0, t);
+        universe_limit(u, b.g, room);
+        test_row(b, i, u, tested ? support : NULL, (uint8_t *)room, t);
     }
-    if (lane == 0 && after != cohort)
+    if (lane == 0 && after >= (cohort + 1) * b.k.cohort)
         b.range[cohort].last = to;
     add_tally(&b.range[cohort], t);
 }
@@ -179,8 +185,8 @@ typedef struct bench {
     uint64_t value[SUM_TREE_EXPERTS]; /* over the whole cluster */
     uint64_t rival[SUM_TREE_EXPERTS]; /* values of the experts that may join, */
     uint16_t name[SUM_TREE_EXPERTS];  /* and who they are */
-    uint32_t set[WORDS_MOST];
-    int32_t lead, rivals, under[2], all_under;
+    uint32_t set[WORDS_MOST], may[WORDS_MOST];
+    int32_t lead, under[2], all_under;
 } bench;
 
 static __device__ __forceinline__ bool in_set(const bench *w, int e)
@@ -189,12 +195,37 @@ static __device__ __forceinline__ bool in_set(const bench *w, int e)
 }
 
 /* 64-bit sums in shared memory by 32-bit atomics, which the hardware has. */
-static __device__ __forceinline__ void add_value(bench *w, int bank, int e, int64_t x)
+static __device__ __forceinline__ void add_one(bench *w, int bank, int e, uint64_t x)
 {
     uint32_t low = (uint32_t)x, old = atomicAdd(&w->low[bank][e], low);
     uint32_t high = (uint32_t)(x >> 32) + (old + low < old);
     if (high)
         atomicAdd(&w->high[bank][e], high);
+}
+
+/* Adds x to the value of expert e; NOBODY: nothing. All lanes of a warp call. Rows are often alike, and atomics on one
+ * address go one by one: the experts of the first lanes are summed over the warp where several lanes have them. */
+static __device__ __forceinline__ void add_value(bench *w, int bank, int e, int64_t x)
+{
+    enum { TRIES = 4, SEVERAL = 4 };
+    int lane = threadIdx.x % WARP;
+    uint32_t left = __ballot_sync(EVERY_LANE, e != NOBODY);
+    for (int k = 0; k < TRIES && left; k++) {
+        int whose = __shfl_sync(EVERY_LANE, e, __ffs((int)left) - 1);
+        uint32_t same = __ballot_sync(EVERY_LANE, e == whose);
+        left &= ~same;
+        if (__popc(same) < SEVERAL)
+            continue;
+        uint64_t sum = 0, mine = e == whose ? (uint64_t)x : 0;
+#pragma unroll
+        for (int d = 0; d < 64; d += 16)
+            sum += (uint64_t)__reduce_add_sync(EVERY_LANE, (uint32_t)(mine >> d & 0xffff)) << d;
+        if (lane == __ffs((int)same) - 1)
+            add_one(w, bank, whose, sum);
+        e = e == whose ? NOBODY : e;
+    }
+    if (e != NOBODY)
+        add_one(w, bank, e, (uint64_t)x);
 }
 
 /* All threads of the cohort's blocks meet. */
@@ -243,32 +274,41 @@ template <int BLOCKS> static __device__ void gather(bench *w, int bank, int expe
 }
 
 /* Adds the best `most` experts not in the set by value, only those of positive value where `positive`; how many. An
- * expert is among them iff fewer than `most` others come before it; four lanes count. */
+ * expert is among them iff fewer than `most` others come before it; LANES lanes count. */
 static __device__ int add_best(bench *w, int experts, int most, bool positive)
 {
-    if (threadIdx.x == 0)
-        w->rivals = 0;
+    enum { LANES = 4 };
+    int lane = threadIdx.x % WARP, part = threadIdx.x % LANES;
+    for (int e = threadIdx.x; e < (experts + 31) / 32 * 32; e += blockDim.x) {
+        bool may = e < experts && !in_set(w, e) && (w->value[e] > 0 || !positive);
+        uint32_t word = __ballot_sync(EVERY_LANE, may);
+        if (lane == 0)
+            w->may[e / 32] = word;
+    }
     __syncthreads();
-    for (int e = threadIdx.x; e < experts; e += blockDim.x)
-        if (!in_set(w, e) && (w->value[e] > 0 || !positive)) {
-            int at = atomicAdd(&w->rivals, 1);
+    int rivals = 0;
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) { /* the rivals in order */
+        int at = __popc(w->may[e / 32] & ((1u << lane) - 1));
+        for (int k = 0; k < e / 32; k++)
+            at += __popc(w->may[k]);
+        if (w->may[e / 32] >> lane & 1) {
             w->rival[at] = w->value[e];
             w->name[at] = (uint16_t)e;
         }
+    }
+    for (int k = 0; k < (experts + 31) / 32; k++)
+        rivals += __popc(w->may[k]);
     __syncthreads();
-    int rivals = w->rivals;
-    for (int base = 0; base < rivals; base += blockDim.x / 4) {
-        int i = base + threadIdx.x / 4, before = 0;
+    for (int base = 0; base < rivals; base += blockDim.x / LANES) {
+        int i = base + threadIdx.x / LANES, before = 0;
         uint64_t mine = i < rivals ? w->rival[i] : 0;
-        int e = i < rivals ? w->name[i] : 0;
-        for (int x = threadIdx.x % 4; x < rivals; x += 4) {
-            uint64_t other = w->rival[x];
-            before += other > mine || (other == mine && w->name[x] < e);
-        }
-        before += __shfl_xor_sync(EVERY_LANE, before, 1);
-        before += __shfl_xor_sync(EVERY_LANE, before, 2);
-        if (i < rivals && before < most && threadIdx.x % 4 == 0)
-            atomicOr(&w->set[e >> 5], 1u << (e & 31));
+#pragma unroll 4
+        for (int x = part; x < rivals; x += LANES)
+            before += w->rival[x] + (x < i) > mine;
+        for (int d = 1; d < LANES; d *= 2)
+            before += __shfl_xor_sync(EVERY_LANE, before, d);
+        if (i < rivals && before < most && part == 0)
+            atomicOr(&w->set[w->name[i] >> 5], 1u << (w->name[i] & 31));
     }
     __syncthreads();
     return rivals < most ? rivals : most;
@@ -279,15 +319,17 @@ static __device__ int add_best(bench *w, int experts, int most, bool positive)
 static __device__ void weigh(bench *w, int bank, const building &b, int64_t from, int64_t last, int64_t step,
                              uint64_t *done)
 {
-    int under = 0, k = 0;
-    for (int64_t t = from; t < last; t += step, k++) {
+    int under = 0, k = 0, lane = threadIdx.x % WARP;
+    for (int64_t t = from; t - lane < last; t += step, k++) { /* a warp's rows are neighbours */
         uint64_t bit = k < 64 ? 1ull << k : 0;
-        if (*done & bit)
+        bool mine = t < last && !(*done & bit);
+        if (!__any_sync(EVERY_LANE, mine))
             continue;
         const uint16_t *id = b.id + t;
         const float *score = b.score + t;
-        float floor = b.floor[t], covered = 0;
-        if (floor >= 0) {
+        float floor = mine ? b.floor[t] : -1, covered = 0;
+        mine = floor >= 0;
+        if (mine) {
 #pragma unroll 8
             for (int j = 0; j < b.width; j++) {
                 int e = id[j * b.stride];
@@ -296,17 +338,16 @@ static __device__ void weigh(bench *w, int bank, const building &b, int64_t from
             }
         }
         float need = __fsub_rn(floor, covered);
-        if (!(need > 0)) {
-            *done |= bit;
+        mine = need > 0;
+        *done |= mine ? 0 : bit;
+        under += mine;
+        if (!__any_sync(EVERY_LANE, mine))
             continue;
-        }
-        under++;
-#pragma unroll 8
+#pragma unroll 2
         for (int j = 0; j < b.width; j++) {
-            int e = id[j * b.stride];
-            float s = score[j * b.stride];
-            if (e == NOBODY || in_set(w, e))
-                continue;
+            int e = mine ? id[j * b.stride] : NOBODY;
+            float s = mine ? score[j * b.stride] : 0;
+            e = e != NOBODY && !in_set(w, e) ? e : NOBODY;
             int64_t gain = atlas_fixed(__fmul_rn(b.a.mass_weight, s < need ? s : need));
             if (__fadd_rn(covered, s) >= floor)
                 gain += ATLAS_ONE;
@@ -326,14 +367,15 @@ static __device__ bool build(bench *w, const building &b, const cohort_range &ra
     int64_t from = range.first + (int)(blockIdx.x % BLOCKS * blockDim.x + threadIdx.x), step = BLOCKS * blockDim.x;
     uint64_t done = 0;
     bool reached = false;
-    for (int64_t t = from; t < range.last; t += step)
-        if (b.floor[t] >= 0)
-#pragma unroll 8
-            for (int j = 0; j < b.width; j++) {
-                int e = b.id[j * b.stride + t];
-                if (e != NOBODY)
-                    add_value(w, bank, e, atlas_fixed(b.score[j * b.stride + t]));
-            }
+    for (int64_t t = from; t - (int)threadIdx.x % WARP < range.last; t += step) {
+        bool mine = t < range.last && b.floor[t] >= 0;
+#pragma unroll 2
+        for (int j = 0; j < b.width; j++) {
+            int e = mine ? b.id[j * b.stride + t] : NOBODY;
+            float s = mine ? b.score[j * b.stride + t] : 0;
+            add_value(w, bank, e, atlas_fixed(s));
+        }
+    }
     gather<BLOCKS>(w, bank, b.r.experts);
     add_best(w, b.r.experts, b.a.budget, false);
     for (;;) {
@@ -416,10 +458,12 @@ static __global__ void __launch_bounds__(BLOCKS > 1 ? SPREAD_THREADS : BUILD_THR
     }
 }
 
-template <int N> static status launch_test(cuda *c, const building &b)
+template <int N> static status launch_test(cuda *c, building b)
 {
-    return launch(c, "coverage test", test_kernel<N>, cuda_grid(c, (b.in.fresh.rows + WARPS - 1) / WARPS, WAVES), THREADS,
-                  WARPS * queue_bytes<N>(), b);
+    const int count = warps<N>::COUNT;
+    b.g = grouping_of<N>(b.r);
+    return launch(c, "coverage test", test_kernel<N>, cuda_grid(c, (b.in.fresh.rows + count - 1) / count, WAVES),
+                  (unsigned)warps<N>::THREADS, count * (size_t)warps<N>::BYTES, b);
 }
 
 extern "C" status cuda_support(backend *b, plans *p, int layer, const tensor *z, const tensor *bias, const batch *in,
@@ -439,12 +483,12 @@ extern "C" status cuda_support(backend *b, plans *p, int layer, const tensor *z,
         st = cuda_scratch(c, &room, rows * ((size_t)width * (sizeof(float) + sizeof(uint16_t)) + sizeof(float)) + 256);
     if (st != OK)
         return st;
-    building g = {*p, layer, *z, (const float *)bias->data, *in, *s, *r, *a, *k, width, (cohort_range *)c->ranges.data};
+    building g = {*p, layer, *z, (const float *)bias->data, *in, *s, *r, *a, *k, {}, width, (cohort_range *)c->ranges.data};
     g.stride = (int64_t)rows;
     g.floor = (float *)room;
     g.score = g.floor + rows;
     g.id = (uint16_t *)(g.score + rows * (size_t)width);
-    UNIVERSE_LAUNCH(st, r->experts, launch_test, (c, g));
+    UNIVERSE_LAUNCH(st, z, g.bias, launch_test, (c, g));
     if (st != OK)
         return st;
     if (c->overlaps && (int64_t)k->cohort * k->block_size > SMALL_ROWS)

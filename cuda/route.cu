@@ -4,7 +4,7 @@
 #include "cuda/plans.cuh"
 #include "cuda/universe.cuh"
 
-enum { THREADS = 128, WARPS = THREADS / WARP, WAVES = 8 };
+enum { WAVES = 8 };
 
 typedef struct routing {
     tensor ids, weights, z;
@@ -15,6 +15,7 @@ typedef struct routing {
     slots s;
     route_rule r;
     block_rule k;
+    grouping g;
     uint32_t *seen; /* [layers, cohorts, words] */
 } routing;
 
@@ -39,6 +40,7 @@ static __device__ __forceinline__ void write_row(const routing &a, int i, const 
             picked[at++] = u.score[n];
         }
     __syncwarp();
+#pragma unroll 2
     for (int k = 0; k < count; k++)
         sum = __fadd_rn(sum, picked[k]);
     for (int k = lane; k < a.r.top_k; k += WARP) {
@@ -52,25 +54,24 @@ static __device__ __forceinline__ void write_row(const routing &a, int i, const 
     __syncwarp();
 }
 
-template <int N> static __global__ void __launch_bounds__(THREADS) route_kernel(const __grid_constant__ routing a)
+template <int N> static __global__ void __launch_bounds__(warps<N>::THREADS) route_kernel(const __grid_constant__ routing a)
 {
     extern __shared__ __align__(16) uint32_t shared[];
     int words = (int)a.p.support.cols - 1, warp = threadIdx.x / WARP;
-    uint32_t *room = shared + warp * (queue_bytes<N>() / sizeof *shared);
-    grouping g = grouping_of<N>(a.r);
+    uint32_t *room = shared + warp * (warps<N>::BYTES / sizeof *shared);
     float bias[N];
     lane_share(bias, a.bias, a.r.experts);
     after_previous();
     let_next();
-    int n = (int)used_rows(a.in.fresh), warps = (int)gridDim.x * WARPS, each = (n + warps - 1) / warps;
-    int from = ((int)blockIdx.x * WARPS + warp) * each, to = from + each < n ? from + each : n;
+    int n = (int)used_rows(a.in.fresh), all = (int)gridDim.x * warps<N>::COUNT, each = (n + all - 1) / all;
+    int from = ((int)blockIdx.x * warps<N>::COUNT + warp) * each, to = from + each < n ? from + each : n;
     uint32_t joined = 0; /* of this lane's experts, chosen by counted rows of `last` */
     int32_t last = -1;
     for (int i = from; i < to; i++) {
         float z[N];
         lane_share(z, row_of<float>(a.z, i), a.r.experts);
         int32_t row = ((const int32_t *)a.in.fresh.data)[i], owner = ((const int32_t *)a.in.slot.data)[row];
-        int32_t position = ((const int32_t *)a.in.position.data)[row], cohort = owner / a.k.cohort;
+        int32_t cohort = owner / a.k.cohort;
         bool sealing = ((const int32_t *)a.in.role.data)[row] == ROW_SEALING;
         const slot *sl = (const slot *)a.s.slot.data + owner;
         const int32_t *support = support_of(a.p, a.layer, cohort);
@@ -83,21 +84,19 @@ template <int N> static __global__ void __launch_bounds__(THREADS) route_kernel(
         universe<N> u;
         universe_score(u, z);
         universe_open(u, bias, eligible);
-        universe_limit(u, g, room);
+        universe_limit(u, a.g, room);
         queue q;
         queue_open(q, u, room);
         uint32_t chosen = 0;
-#pragma unroll 1
+#pragma unroll 2
         for (int k = 0; k < a.r.top_k; k++) {
-            int lead, at;
-            float score;
-            if (!queue_take(q, &lead, &at, &score))
-                break;
-            chosen |= (int)threadIdx.x % WARP == lead ? 1u << at : 0;
+            uint32_t id;
+            bool mine = queue_take(q, &id);
+            chosen |= mine ? 1u << (id & (N - 1)) : 0;
         }
         __syncwarp();
         write_row(a, i, u, chosen, (float *)room);
-        if (sealing || !(sl->fresh >> (position % a.k.block_size) & 1))
+        if (sealing || (a.k.dense_lane && !is_fresh(a.in, a.k, row, sl)))
             continue;
         if (cohort != last) {
             if (last >= 0)
@@ -111,9 +110,12 @@ template <int N> static __global__ void __launch_bounds__(THREADS) route_kernel(
         lane_join<N>(a.seen + ((int64_t)a.layer * a.p.cohort_count + last) * words, joined, words);
 }
 
-template <int N> static status launch_route(cuda *c, const routing &a, unsigned grid)
+template <int N> static status launch_route(cuda *c, routing a)
 {
-    return launch(c, "route", route_kernel<N>, grid, THREADS, WARPS * queue_bytes<N>(), a);
+    const int count = warps<N>::COUNT;
+    a.g = grouping_of<N>(a.r);
+    return launch(c, "route", route_kernel<N>, cuda_grid(c, (a.in.fresh.rows + count - 1) / count, WAVES),
+                  (unsigned)warps<N>::THREADS, count * (size_t)warps<N>::BYTES, a);
 }
 
 extern "C" status cuda_route(backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p,
@@ -130,7 +132,7 @@ extern "C" status cuda_route(backend *b, tensor *ids, tensor *weights, const ten
     if (st != OK)
         return st;
     c->experts = r->experts;
-    routing a = {*ids, *weights, *z, (const float *)bias->data, *p, layer, *in, *s, *r, *k, (uint32_t *)c->seen.data};
-    UNIVERSE_LAUNCH(st, r->experts, launch_route, (c, a, cuda_grid(c, (in->fresh.rows + WARPS - 1) / WARPS, WAVES)));
+    routing a = {*ids, *weights, *z, (const float *)bias->data, *p, layer, *in, *s, *r, *k, {}, (uint32_t *)c->seen.data};
+    UNIVERSE_LAUNCH(st, z, a.bias, launch_route, (c, a));
     return st;
 }

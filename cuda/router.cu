@@ -19,7 +19,7 @@ enum {
     EXPERTS = 64,                 /* of a warpgroup */
     TOKENS = 128,                 /* most of a tile */
     BOX = EXPERTS * TILE_ROW,     /* bytes of 64 experts by 32 fp32 */
-    FEW_ROWS = 4096,              /* up to so many rows are few */
+    FEW_ROWS = 3072,              /* up to so many rows are few */
     FEW_THREADS = 128 + WARP,     /* a warpgroup multiplies, a warp feeds */
     MANY_THREADS = 3 * 128,       /* the third warpgroup feeds */
     STAGES = 4,                   /* most */
@@ -232,14 +232,21 @@ static __global__ void __launch_bounds__(FEW_THREADS, 2)
         if (token >= rows)
             break;
         uint32_t at = g.at + (uint32_t)(token * SUMS_ROW + e) * 4;
-        float4 sum = cluster_load4(at, 0);
-        for (int c = 1; c < chunks; c++) {
-            float4 v = cluster_load4(at, c);
-            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-        }
+        float4 v[CHUNKS];
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) /* all under way before the first is added */
+            v[c] = cluster_load4(at, c < chunks ? c : 0);
+        float4 sum = v[0];
+#pragma unroll
+        for (int c = 1; c < CHUNKS; c++)
+            if (c < chunks)
+                sum.x += v[c].x, sum.y += v[c].y, sum.z += v[c].z, sum.w += v[c].w;
         float *to_row = row_of<float>(r.y, first + token) + out + e, all[4] = {sum.x, sum.y, sum.z, sum.w};
-        for (int j = 0; j < 4 && out + e + j < r.experts; j++)
-            to_row[j] = all[j];
+        if (out + e + 4 <= r.experts && (uintptr_t)to_row % 16 == 0)
+            *(float4 *)to_row = sum;
+        else
+            for (int j = 0; j < 4 && out + e + j < r.experts; j++)
+                to_row[j] = all[j];
     }
     cluster_meet(); /* no block leaves while others read its sums */
 #else
@@ -301,6 +308,25 @@ static __global__ void __launch_bounds__(MANY_THREADS, 1)
 
 /* ---- the launcher */
 
+static status launch_few(cuda *c, const CUtensorMap &weights, const CUtensorMap &tokens, const router &r, int64_t most)
+{
+    int64_t across = (r.experts + EXPERTS - 1) / EXPERTS, ranges = (most + r.tokens - 1) / r.tokens;
+    cudaError_t e = cudaFuncSetAttribute(few_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_RING);
+    if (e != cudaSuccess)
+        return cuda_check(e, "router product", __FILE__, __LINE__);
+    return launch_clusters(c, "router product", few_kernel, (unsigned)(across * ranges * CHUNKS), FEW_THREADS, FEW_RING,
+                           CHUNKS, weights, tokens, r);
+}
+
+static status launch_many(cuda *c, const CUtensorMap &weights, const CUtensorMap &tokens, const router &r)
+{
+    int64_t tiles = (r.experts + 2 * EXPERTS - 1) / (2 * EXPERTS) * ((r.x.rows + TOKENS - 1) / TOKENS);
+    cudaError_t e = cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MANY_RING);
+    if (e != cudaSuccess)
+        return cuda_check(e, "router product", __FILE__, __LINE__);
+    return launch(c, "router product", many_kernel, cuda_grid(c, tiles, 1), MANY_THREADS, MANY_RING, weights, tokens, r);
+}
+
 extern "C" status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor *w)
 {
     CUtensorMap weights, tokens;
@@ -311,25 +337,17 @@ extern "C" status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor 
     if (x->rows == 0)
         return OK;
     router r = {*y, *x, (int)w->rows, (int)((w->cols + TILE_K - 1) / TILE_K)};
+    bool both = x->rows > FEW_ROWS;
     r.tokens = x->rows <= TOKENS / 2 ? TOKENS / 2 : TOKENS;
-    r.to = x->rows > FEW_ROWS ? FEW_ROWS + 1 : INT32_MAX;
+    r.to = both ? FEW_ROWS + 1 : INT32_MAX;
     status st = cuda_map_rows(&weights, &as_bf16, EXPERTS);
     if (st == OK)
         st = cuda_map_rows(&tokens, x, r.tokens);
-    if (st != OK)
-        return st;
-    cudaError_t e = cudaFuncSetAttribute(few_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_RING);
-    if (e == cudaSuccess)
-        e = cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MANY_RING);
-    if (e != cudaSuccess)
-        return cuda_check(e, "router product", __FILE__, __LINE__);
-    int64_t most = x->rows < FEW_ROWS ? x->rows : (int64_t)FEW_ROWS, across = (w->rows + EXPERTS - 1) / EXPERTS;
-    st = launch_clusters(c, "router product", few_kernel, (unsigned)(across * CHUNKS * ((most + r.tokens - 1) / r.tokens)),
-                         FEW_THREADS, FEW_RING, CHUNKS, weights, tokens, r);
-    if (st != OK || x->rows <= FEW_ROWS)
+    if (st == OK)
+        st = launch_few(c, weights, tokens, r, both ? (int64_t)FEW_ROWS : x->rows);
+    if (st != OK || !both)
         return st;
     r.from = r.to;
     r.to = INT32_MAX;
-    int64_t tiles = (w->rows + 2 * EXPERTS - 1) / (2 * EXPERTS) * ((x->rows + TOKENS - 1) / TOKENS);
-    return launch(c, "router product", many_kernel, cuda_grid(c, tiles, 1), MANY_THREADS, MANY_RING, weights, tokens, r);
+    return launch_many(c, weights, tokens, r);
 }

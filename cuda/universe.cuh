@@ -12,21 +12,22 @@ template <int N> struct universe {
     uint32_t order[N]; /* of score + bias; 0: ineligible */
 };
 
-/* This lane's experts of a row of `experts` numbers, 0 behind its end. */
+/* This lane's experts of a row of `experts` numbers, 0 behind its end. Four at once where N is 4, 8 or 16: then lanes are
+ * full or empty and rows start at 16 bytes (UNIVERSE_LAUNCH). */
 template <int N> static __device__ __forceinline__ void lane_share(float (&x)[N], const float *row, int experts)
 {
     int first = threadIdx.x % WARP * N;
-    if (N % 4 == 0 && first + N <= experts && (uintptr_t)row % 16 == 0) {
+    if constexpr (N >= 4 && N <= 16) {
 #pragma unroll
-        for (int i = 0; i + 4 <= N; i += 4) {
-            float4 v = *(const float4 *)(row + first + i);
+        for (int i = 0; i < N; i += 4) {
+            float4 v = first < experts ? *(const float4 *)(row + first + i) : float4{0, 0, 0, 0};
             x[i] = v.x, x[i + 1] = v.y, x[i + 2] = v.z, x[i + 3] = v.w;
         }
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; i++)
-        x[i] = first + i < experts ? row[first + i] : 0;
+        for (int i = 0; i < N; i++)
+            x[i] = first + i < experts ? row[first + i] : 0;
+    }
 }
 
 /* Which of its experts this lane finds in a set of all; NULL: the set of all. */
@@ -93,32 +94,38 @@ static __device__ __forceinline__ uint64_t group_rank(uint32_t first, uint32_t s
     return first == 0 ? 0 : (uint64_t)(1 + (second != 0)) << 32 | order_of(best);
 }
 
-/* How groups lie on the lanes. */
+/* How groups lie on the lanes, N experts each. */
 typedef struct grouping {
     int groups, kept, size;
-    int per;   /* lanes a group, a power of two; 0: a group is no whole number of lanes */
-    int group; /* of this lane */
+    int per, shift; /* lanes a group, 1 << shift; per 0: a group is no such number of whole lanes */
 } grouping;
 
-template <int N> static __device__ __forceinline__ grouping grouping_of(const route_rule &r)
+template <int N> static inline grouping grouping_of(const route_rule &r)
 {
     grouping g = {r.groups, r.top_groups, r.experts / r.groups};
     int per = g.size / N;
-    g.per = g.size % N == 0 && (per & (per - 1)) == 0 ? per : 0;
-    g.group = g.per ? (int)threadIdx.x % WARP / g.per : (int)threadIdx.x % WARP;
+    if (g.size % N == 0 && (per & (per - 1)) == 0)
+        g.per = per;
+    while (g.per > 1 << g.shift)
+        g.shift++;
     return g;
 }
 
-/* Is this lane's group, whose two best these are, among those kept? Lane i * step has group i. */
-static __device__ __forceinline__ bool is_kept(uint32_t first, uint32_t second, const grouping &g, int step)
+/* Is this lane's group, whose two best these are, among those kept? Each group is known to `lanes` lanes, 1 << shift,
+ * which share the comparisons. */
+static __device__ __forceinline__ bool is_kept(uint32_t first, uint32_t second, const grouping &g, int lanes, int shift)
 {
     uint64_t mine = group_rank(first, second);
-    int above = 0;
-#pragma unroll 4
-    for (int i = 0; i < g.groups; i++) {
-        uint64_t other = __shfl_sync(EVERY_LANE, mine, i * step);
-        above += other > mine || (other == mine && i < g.group);
+    int lane = threadIdx.x % WARP, group = lane >> shift, above = 0;
+#pragma unroll 2
+    for (int base = 0; base < g.groups; base += lanes) {
+        int i = base + (lane & (lanes - 1));
+        uint64_t other = __shfl_sync(EVERY_LANE, mine, i << shift);
+        above += i < g.groups && (other > mine || (other == mine && i < group));
     }
+#pragma unroll 1
+    for (int d = 1; d < lanes; d *= 2)
+        above += __shfl_xor_sync(EVERY_LANE, above, d);
     return mine != 0 && above < g.kept;
 }
 
@@ -132,7 +139,7 @@ static __device__ __noinline__ void limit_any(uint32_t *order, grouping g)
         second = max(second, min(first, order[e]));
         first = max(first, order[e]);
     }
-    bool kept = is_kept(first, second, g, 1);
+    bool kept = is_kept(first, second, g, 1, 0);
     for (int e = lane * g.size; lane < g.groups && e < (lane + 1) * g.size; e++)
         order[e] = kept ? order[e] : 0;
     __syncwarp();
@@ -157,7 +164,7 @@ template <int N> static __device__ __forceinline__ void universe_limit(universe<
             second = max(min(first, a), max(second, b));
             first = max(first, a);
         }
-        bool kept = is_kept(first, second, g, g.per);
+        bool kept = is_kept(first, second, g, g.per, g.shift);
 #pragma unroll
         for (int i = 0; i < N; i++)
             u.order[i] = kept ? u.order[i] : 0;
@@ -176,25 +183,22 @@ template <int N> static __device__ __forceinline__ void universe_limit(universe<
 
 /* The experts of a universe, each lane's best first. */
 typedef struct queue {
-    uint2 *entry;   /* this lane's of [N + 1, WARP] in shared memory: order and score; the last is 0 */
-    uint8_t *name;  /* of [N + 1, WARP]: which of its lane's it is */
-    uint32_t order; /* the best that is left of this lane; 0: none is */
-    float score;
-    int at;
+    uint2 *entry;      /* this lane's of [N + 1, WARP] in shared memory: order and id; the last is 0 */
+    uint32_t order;    /* the best that is left of this lane; 0: none is */
+    uint32_t id, below; /* whose; the lanes below this one */
 } queue;
 
-/* Bytes of a warp's room: of its queue, of what universe_limit and route want before and after. */
-template <int N> static __host__ __device__ constexpr size_t queue_bytes(void)
-{
-    return (N + 1) * WARP * (sizeof(uint2) + 1);
-}
+/* Warps of a block, and bytes of a warp's room: its queue, and behind it a score and the id of a candidate an expert. */
+template <int N> struct warps {
+    enum { COUNT = N > 16 ? 2 : 4, THREADS = COUNT * WARP };
+    enum { QUEUE = (N + 1) * WARP * 8, BYTES = QUEUE + N * WARP * 6 };
+};
 
 static __device__ __forceinline__ void queue_call(queue &q)
 {
     uint2 e = *q.entry;
-    q.at = *q.name;
     q.order = e.x;
-    q.score = __uint_as_float(e.y);
+    q.id = e.y;
 }
 
 /* A lane reads and writes its own column of the room only. */
@@ -203,53 +207,55 @@ template <int N> static __device__ __forceinline__ void queue_open(queue &q, con
     int lane = threadIdx.x % WARP, place[N];
 #pragma unroll
     for (int i = 0; i < N; i++)
-        place[i] = i;
+        place[i] = i * WARP;
 #pragma unroll
     for (int i = 0; i < N; i++)
 #pragma unroll
         for (int j = i + 1; j < N; j++)
             if (u.order[j] > u.order[i]) {
-                place[i]++;
-                place[j]--;
+                place[i] += WARP;
+                place[j] -= WARP;
             }
     q.entry = (uint2 *)room + lane;
-    q.name = (uint8_t *)((uint2 *)room + (N + 1) * WARP) + lane;
+    q.below = (1u << lane) - 1;
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-        q.entry[place[i] * WARP] = uint2{u.order[i], __float_as_uint(u.score[i])};
-        q.name[place[i] * WARP] = (uint8_t)i;
-    }
+    for (int i = 0; i < N; i++)
+        q.entry[place[i]] = uint2{u.order[i], (uint32_t)(lane * N + i)};
     q.entry[N * WARP] = uint2{0, 0};
     queue_call(q);
 }
 
-/* Takes the best expert out: lane *lead's number *at, of this *score; both hold in that lane alone. False: none is
- * left. */
-static __device__ __forceinline__ bool queue_take(queue &q, int *lead, int *at, float *score)
+/* Takes the best expert out; true in the lane that had it, as *id. */
+static __device__ __forceinline__ bool queue_take(queue &q, uint32_t *id)
 {
     uint32_t best = __reduce_max_sync(EVERY_LANE, q.order);
-    *lead = __ffs((int)__ballot_sync(EVERY_LANE, q.order == best)) - 1;
-    *at = q.at;
-    *score = q.score;
-    int step = best != 0 && (int)threadIdx.x % WARP == *lead ? WARP : 0;
-    q.entry += step;
-    q.name += step;
+    uint32_t best_lanes = __ballot_sync(EVERY_LANE, q.order == best);
+    bool mine = q.order == best && (best_lanes & q.below) == 0 && best != 0;
+    *id = q.id;
+    q.entry += mine ? WARP : 0;
     queue_call(q);
-    return best != 0;
+    return mine;
+}
+
+/* Can lanes of n experts read rows of the router four numbers at once? */
+static inline bool lanes_fit(const tensor *z, const float *bias, int n)
+{
+    return z->cols <= n * WARP && z->cols % n == 0 && z->ld % 4 == 0 && (uintptr_t)z->data % 16 == 0 &&
+           (uintptr_t)bias % 16 == 0;
 }
 
 /* Calls launch<N>(...) for the least N that holds the experts, into `st`. */
-#define UNIVERSE_LAUNCH(st, experts, launch, ...) \
+#define UNIVERSE_LAUNCH(st, z, bias, launch, ...) \
     do {                                          \
-        if ((experts) <= 32)                      \
+        if ((z)->cols <= 32)                      \
             st = launch<1> __VA_ARGS__;           \
-        else if ((experts) <= 64)                 \
+        else if ((z)->cols <= 64)                 \
             st = launch<2> __VA_ARGS__;           \
-        else if ((experts) <= 128)                \
+        else if (lanes_fit(z, bias, 4))           \
             st = launch<4> __VA_ARGS__;           \
-        else if ((experts) <= 256)                \
+        else if (lanes_fit(z, bias, 8))           \
             st = launch<8> __VA_ARGS__;           \
-        else if ((experts) <= 512)                \
+        else if (lanes_fit(z, bias, 16))          \
             st = launch<16> __VA_ARGS__;          \
         else                                      \
             st = launch<32> __VA_ARGS__;          \

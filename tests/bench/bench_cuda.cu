@@ -309,7 +309,8 @@ template <typename T> static tensor upload_structs(const std::vector<T> &x)
 
 /* The router of a layer by itself: `rows` fresh rows of blocks of 32, `cohort` of them sharing a support. The test finds
  * that the supports hold (64 experts, a floor that everybody reaches); the build is that of a cold iteration, from
- * scores so even that it goes through its rounds until almost all experts are in. */
+ * scores so even that it goes through its rounds until almost all experts are in; once more with a bias that lets all
+ * rows choose much the same. */
 static void route_case(int rows, int cohort)
 {
     char what[96];
@@ -355,6 +356,7 @@ static void route_case(int rows, int cohort)
     p_cold.support = upload_ints(support, words + 1);
     tensor x = random_tensor(BF16, rows, 2048, 1), w = random_tensor(F32, experts, 2048, 0.02f);
     tensor z = random_tensor(F32, rows, experts, 2), bias = random_tensor(F32, 1, experts, 0.1f);
+    tensor strong = random_tensor(F32, 1, experts, 2);
     tensor ids = upload_ints(std::vector<int32_t>((size_t)(rows * top_k)), top_k);
     tensor weights = random_tensor(F32, rows, top_k, 1);
     double logits = 4.0 * rows * experts, likely = logits / copy_rate + 20e-6;
@@ -373,6 +375,8 @@ static void route_case(int rows, int cohort)
           likely);
     timed_as("support, built", logits, 0,
              [&](int) { must(gpu->support(gpu, &p_cold, 0, &z, &bias, &in, &s_cold, &r, &build, &k)); });
+    timed_as("support, built, rows alike", logits, 0,
+             [&](int) { must(gpu->support(gpu, &p_cold, 0, &z, &strong, &in, &s_cold, &r, &build, &k)); });
     forget();
 }
 

@@ -195,37 +195,12 @@ static __device__ __forceinline__ bool in_set(const bench *w, int e)
 }
 
 /* 64-bit sums in shared memory by 32-bit atomics, which the hardware has. */
-static __device__ __forceinline__ void add_one(bench *w, int bank, int e, uint64_t x)
+static __device__ __forceinline__ void add_value(bench *w, int bank, int e, int64_t x)
 {
     uint32_t low = (uint32_t)x, old = atomicAdd(&w->low[bank][e], low);
     uint32_t high = (uint32_t)(x >> 32) + (old + low < old);
     if (high)
         atomicAdd(&w->high[bank][e], high);
-}
-
-/* Adds x to the value of expert e; NOBODY: nothing. All lanes of a warp call. Rows are often alike, and atomics on one
- * address go one by one: the experts of the first lanes are summed over the warp where several lanes have them. */
-static __device__ __forceinline__ void add_value(bench *w, int bank, int e, int64_t x)
-{
-    enum { TRIES = 4, SEVERAL = 4 };
-    int lane = threadIdx.x % WARP;
-    uint32_t left = __ballot_sync(EVERY_LANE, e != NOBODY);
-    for (int k = 0; k < TRIES && left; k++) {
-        int whose = __shfl_sync(EVERY_LANE, e, __ffs((int)left) - 1);
-        uint32_t same = __ballot_sync(EVERY_LANE, e == whose);
-        left &= ~same;
-        if (__popc(same) < SEVERAL)
-            continue;
-        uint64_t sum = 0, mine = e == whose ? (uint64_t)x : 0;
-#pragma unroll
-        for (int d = 0; d < 64; d += 16)
-            sum += (uint64_t)__reduce_add_sync(EVERY_LANE, (uint32_t)(mine >> d & 0xffff)) << d;
-        if (lane == __ffs((int)same) - 1)
-            add_one(w, bank, whose, sum);
-        e = e == whose ? NOBODY : e;
-    }
-    if (e != NOBODY)
-        add_one(w, bank, e, (uint64_t)x);
 }
 
 /* All threads of the cohort's blocks meet. */
@@ -319,17 +294,15 @@ static __device__ int add_best(bench *w, int experts, int most, bool positive)
 static __device__ void weigh(bench *w, int bank, const building &b, int64_t from, int64_t last, int64_t step,
                              uint64_t *done)
 {
-    int under = 0, k = 0, lane = threadIdx.x % WARP;
-    for (int64_t t = from; t - lane < last; t += step, k++) { /* a warp's rows are neighbours */
+    int under = 0, k = 0;
+    for (int64_t t = from; t < last; t += step, k++) {
         uint64_t bit = k < 64 ? 1ull << k : 0;
-        bool mine = t < last && !(*done & bit);
-        if (!__any_sync(EVERY_LANE, mine))
+        if (*done & bit)
             continue;
         const uint16_t *id = b.id + t;
         const float *score = b.score + t;
-        float floor = mine ? b.floor[t] : -1, covered = 0;
-        mine = floor >= 0;
-        if (mine) {
+        float floor = b.floor[t], covered = 0;
+        if (floor >= 0) {
 #pragma unroll 8
             for (int j = 0; j < b.width; j++) {
                 int e = id[j * b.stride];
@@ -338,16 +311,17 @@ static __device__ void weigh(bench *w, int bank, const building &b, int64_t from
             }
         }
         float need = __fsub_rn(floor, covered);
-        mine = need > 0;
-        *done |= mine ? 0 : bit;
-        under += mine;
-        if (!__any_sync(EVERY_LANE, mine))
+        if (!(need > 0)) {
+            *done |= bit;
             continue;
-#pragma unroll 2
+        }
+        under++;
+#pragma unroll 8
         for (int j = 0; j < b.width; j++) {
-            int e = mine ? id[j * b.stride] : NOBODY;
-            float s = mine ? score[j * b.stride] : 0;
-            e = e != NOBODY && !in_set(w, e) ? e : NOBODY;
+            int e = id[j * b.stride];
+            float s = score[j * b.stride];
+            if (e == NOBODY || in_set(w, e))
+                continue;
             int64_t gain = atlas_fixed(__fmul_rn(b.a.mass_weight, s < need ? s : need));
             if (__fadd_rn(covered, s) >= floor)
                 gain += ATLAS_ONE;
@@ -367,15 +341,14 @@ static __device__ bool build(bench *w, const building &b, const cohort_range &ra
     int64_t from = range.first + (int)(blockIdx.x % BLOCKS * blockDim.x + threadIdx.x), step = BLOCKS * blockDim.x;
     uint64_t done = 0;
     bool reached = false;
-    for (int64_t t = from; t - (int)threadIdx.x % WARP < range.last; t += step) {
-        bool mine = t < range.last && b.floor[t] >= 0;
-#pragma unroll 2
-        for (int j = 0; j < b.width; j++) {
-            int e = mine ? b.id[j * b.stride + t] : NOBODY;
-            float s = mine ? b.score[j * b.stride + t] : 0;
-            add_value(w, bank, e, atlas_fixed(s));
-        }
-    }
+    for (int64_t t = from; t < range.last; t += step)
+        if (b.floor[t] >= 0)
+#pragma unroll 8
+            for (int j = 0; j < b.width; j++) {
+                int e = b.id[j * b.stride + t];
+                if (e != NOBODY)
+                    add_value(w, bank, e, atlas_fixed(b.score[j * b.stride + t]));
+            }
     gather<BLOCKS>(w, bank, b.r.experts);
     add_best(w, b.r.experts, b.a.budget, false);
     for (;;) {

@@ -382,7 +382,7 @@ static void route_case(int rows, int cohort)
 
 static void route(void)
 {
-    static const int row_counts[] = {32, 256, 1024, 4096, 8192, 16384};
+    static const int row_counts[] = {32, 256, 1024, 2048, 4096, 8192, 16384};
     for (int rows : row_counts)
         route_case(rows, rows / 32);
     route_case(16384, 1);

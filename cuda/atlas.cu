@@ -13,10 +13,10 @@ enum {
     WAVES = 8,
     BUILD_THREADS = 256, /* of a small cohort's block */
     SPREAD_THREADS = 1024,
-    SPREAD = 8,          /* blocks of a large cohort's cluster */
-    SMALL_ROWS = 256,    /* of a cohort, at most */
+    SPREAD = 8,       /* blocks of a large cohort's cluster */
+    SMALL_ROWS = 256, /* of a cohort, at most */
     WORDS_MOST = SUM_TREE_EXPERTS / 32,
-    NOBODY = 0xffff      /* no candidate */
+    NOBODY = 0xffff /* no candidate */
 };
 
 /* What the first kernel leaves of a cohort; zero between ops. */
@@ -37,12 +37,12 @@ typedef struct building {
     atlas_rule a;
     block_rule k;
     grouping g;
-    int width;           /* K + m */
+    int width; /* K + m */
     cohort_range *range;
-    int64_t stride;      /* candidate j of fresh row i is number j * stride + i */
-    uint16_t *id;        /* NOBODY behind the last */
+    int64_t stride; /* candidate j of fresh row i is number j * stride + i */
+    uint16_t *id;   /* NOBODY behind the last */
     float *score;
-    float *floor;        /* of each fresh row: r_t; -1: not a row of an active block, it has no candidates */
+    float *floor; /* of each fresh row: r_t; -1: not a row of an active block, it has no candidates */
 } building;
 
 static __device__ __forceinline__ int32_t owner_of(const building &b, int64_t i)
@@ -125,7 +125,8 @@ static __device__ __forceinline__ void test_row(const building &b, int i, const 
     }
 }
 
-template <int N> static __global__ void __launch_bounds__(warps<N>::THREADS) test_kernel(const __grid_constant__ building b)
+template <int N>
+static __global__ void __launch_bounds__(warps<N>::THREADS) test_kernel(const __grid_constant__ building b)
 {
     extern __shared__ __align__(16) uint32_t shared[];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, words = (int)b.p.support.cols - 1;
@@ -334,8 +335,7 @@ static __device__ void weigh(bench *w, int bank, const building &b, int64_t from
 }
 
 /* Builds the support into each block's set; false: it could not reach q. */
-template <int BLOCKS>
-static __device__ bool build(bench *w, const building &b, const cohort_range &range, int *rounds)
+template <int BLOCKS> static __device__ bool build(bench *w, const building &b, const cohort_range &range, int *rounds)
 {
     int allowed = atlas_allowed(range.rows, b.a.covered_share), bank = 0;
     int64_t from = range.first + (int)(blockIdx.x % BLOCKS * blockDim.x + threadIdx.x), step = BLOCKS * blockDim.x;
@@ -456,7 +456,9 @@ extern "C" status cuda_support(backend *b, plans *p, int layer, const tensor *z,
         st = cuda_scratch(c, &room, rows * ((size_t)width * (sizeof(float) + sizeof(uint16_t)) + sizeof(float)) + 256);
     if (st != OK)
         return st;
-    building g = {*p, layer, *z, (const float *)bias->data, *in, *s, *r, *a, *k, {}, width, (cohort_range *)c->ranges.data};
+    building g = {*p, layer, *z, (const float *)bias->data, *in, *s, *r, *a, *k};
+    g.width = width;
+    g.range = (cohort_range *)c->ranges.data;
     g.stride = (int64_t)rows;
     g.floor = (float *)room;
     g.score = g.floor + rows;
@@ -465,7 +467,7 @@ extern "C" status cuda_support(backend *b, plans *p, int layer, const tensor *z,
     if (st != OK)
         return st;
     if (c->overlaps && (int64_t)k->cohort * k->block_size > SMALL_ROWS)
-        return launch_clusters(c, "support", build_kernel<SPREAD>, (unsigned)p->cohort_count * SPREAD, SPREAD_THREADS, 0,
-                               SPREAD, g);
+        return launch_clusters(c, "support", build_kernel<SPREAD>, (unsigned)p->cohort_count * SPREAD, SPREAD_THREADS,
+                               0, SPREAD, g);
     return launch(c, "support", build_kernel<1>, (unsigned)p->cohort_count, BUILD_THREADS, 0, g);
 }

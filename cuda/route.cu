@@ -54,7 +54,8 @@ static __device__ __forceinline__ void write_row(const routing &a, int i, const 
     __syncwarp();
 }
 
-template <int N> static __global__ void __launch_bounds__(warps<N>::THREADS) route_kernel(const __grid_constant__ routing a)
+template <int N>
+static __global__ void __launch_bounds__(warps<N>::THREADS) route_kernel(const __grid_constant__ routing a)
 {
     extern __shared__ __align__(16) uint32_t shared[];
     int words = (int)a.p.support.cols - 1, warp = threadIdx.x / WARP;
@@ -132,7 +133,8 @@ extern "C" status cuda_route(backend *b, tensor *ids, tensor *weights, const ten
     if (st != OK)
         return st;
     c->experts = r->experts;
-    routing a = {*ids, *weights, *z, (const float *)bias->data, *p, layer, *in, *s, *r, *k, {}, (uint32_t *)c->seen.data};
+    routing a = {*ids, *weights, *z, (const float *)bias->data, *p, layer, *in, *s, *r, *k};
+    a.seen = (uint32_t *)c->seen.data;
     UNIVERSE_LAUNCH(st, z, a.bias, launch_route, (c, a));
     return st;
 }

@@ -16,16 +16,16 @@
 
 enum {
     CHUNKS = 8,
-    EXPERTS = 64,                 /* of a warpgroup */
-    TOKENS = 128,                 /* most of a tile */
-    BOX = EXPERTS * TILE_ROW,     /* bytes of 64 experts by 32 fp32 */
-    FEW_ROWS = 3072,              /* up to so many rows are few */
-    FEW_THREADS = 128 + WARP,     /* a warpgroup multiplies, a warp feeds */
-    MANY_THREADS = 3 * 128,       /* the third warpgroup feeds */
-    STAGES = 4,                   /* most */
-    FEW_RING = 96 * 1024,         /* two blocks an SM */
+    EXPERTS = 64,             /* of a warpgroup */
+    TOKENS = 128,             /* most of a tile */
+    BOX = EXPERTS * TILE_ROW, /* bytes of 64 experts by 32 fp32 */
+    FEW_ROWS = 3072,          /* up to so many rows are few */
+    FEW_THREADS = 128 + WARP, /* a warpgroup multiplies, a warp feeds */
+    MANY_THREADS = 3 * 128,   /* the third warpgroup feeds */
+    STAGES = 4,               /* most */
+    FEW_RING = 96 * 1024,     /* two blocks an SM */
     MANY_RING = STAGES * (4 * BOX + TOKENS * TILE_ROW),
-    SUMS_ROW = EXPERTS + 4        /* floats of a token in the room where the cluster adds up */
+    SUMS_ROW = EXPERTS + 4 /* floats of a token in the room where the cluster adds up */
 };
 
 typedef struct router {
@@ -324,7 +324,8 @@ static status launch_many(cuda *c, const CUtensorMap &weights, const CUtensorMap
     cudaError_t e = cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MANY_RING);
     if (e != cudaSuccess)
         return cuda_check(e, "router product", __FILE__, __LINE__);
-    return launch(c, "router product", many_kernel, cuda_grid(c, tiles, 1), MANY_THREADS, MANY_RING, weights, tokens, r);
+    return launch(c, "router product", many_kernel, cuda_grid(c, tiles, 1), MANY_THREADS, MANY_RING, weights, tokens,
+                  r);
 }
 
 extern "C" status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor *w)

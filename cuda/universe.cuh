@@ -12,8 +12,8 @@ template <int N> struct universe {
     uint32_t order[N]; /* of score + bias; 0: ineligible */
 };
 
-/* This lane's experts of a row of `experts` numbers, 0 behind its end. Four at once where N is 4, 8 or 16: then lanes are
- * full or empty and rows start at 16 bytes (UNIVERSE_LAUNCH). */
+/* This lane's experts of a row of `experts` numbers, 0 behind its end. Four at once where N is 4, 8 or 16: then lanes
+ * are full or empty and rows start at 16 bytes (UNIVERSE_LAUNCH). */
 template <int N> static __device__ __forceinline__ void lane_share(float (&x)[N], const float *row, int experts)
 {
     int first = threadIdx.x % WARP * N;
@@ -146,7 +146,8 @@ static __device__ __noinline__ void limit_any(uint32_t *order, grouping g)
 }
 
 /* Takes the groups that are not kept out of the universe. room: a warp's. */
-template <int N> static __device__ __forceinline__ void universe_limit(universe<N> &u, const grouping &g, uint32_t *room)
+template <int N>
+static __device__ __forceinline__ void universe_limit(universe<N> &u, const grouping &g, uint32_t *room)
 {
     int first_of_lane = threadIdx.x % WARP * N;
     if (g.kept >= g.groups)
@@ -183,12 +184,13 @@ template <int N> static __device__ __forceinline__ void universe_limit(universe<
 
 /* The experts of a universe, each lane's best first. */
 typedef struct queue {
-    uint2 *entry;      /* this lane's of [N + 1, WARP] in shared memory: order and id; the last is 0 */
-    uint32_t order;    /* the best that is left of this lane; 0: none is */
+    uint2 *entry;       /* this lane's of [N + 1, WARP] in shared memory: order and id; the last is 0 */
+    uint32_t order;     /* the best that is left of this lane; 0: none is */
     uint32_t id, below; /* whose; the lanes below this one */
 } queue;
 
-/* Warps of a block, and bytes of a warp's room: its queue, and behind it a score and the id of a candidate an expert. */
+/* Warps of a block, and bytes of a warp's room: its queue, and behind it a score and the id of a candidate an expert.
+ */
 template <int N> struct warps {
     enum { COUNT = N > 16 ? 2 : 4, THREADS = COUNT * WARP };
     enum { QUEUE = (N + 1) * WARP * 8, BYTES = QUEUE + N * WARP * 6 };

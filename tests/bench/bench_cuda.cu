@@ -307,7 +307,7 @@ template <typename T> static tensor upload_structs(const std::vector<T> &x)
     return t;
 }
 
-/* The router of a layer by itself: `rows` fresh rows of blocks of 32, `cohort` of them sharing a support. The test finds
+/* A layer's router by itself: `rows` fresh rows of blocks of 32, `cohort` blocks to a support. The test finds
  * that the supports hold (64 experts, a floor that everybody reaches); the build is that of a cold iteration, from
  * scores so even that it goes through its rounds until almost all experts are in; once more with a bias that lets all
  * rows choose much the same. */
@@ -522,7 +522,11 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         void (*run)(void);
-    } all[] = {{"products", products}, {"route", route}, {"experts", experts}, {"attention", attention}, {"head", head}};
+    } all[] = {{"products", products},
+               {"route", route},
+               {"experts", experts},
+               {"attention", attention},
+               {"head", head}};
     if (backend_cuda_devices() == 0) {
         printf("skipped: no GPU\n");
         return 77;

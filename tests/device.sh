@@ -85,6 +85,16 @@ paired() {
             exit n != m || d > .01 || d < -.01
         }'
 }
+one_forward_late() { # reports are read one forward late, except with --trace: the same tokens; each with its speed
+    local at=$build/demo/late device=${1:-cuda}
+    rm -rf "$at".*h5*
+    for how in "" --trace; do
+        echo "read ${how:+at once}${how:-one forward late}: $($build/epoch run --model models/tiny --data gsm8k:$samples/gsm8k_demo.jsonl \
+            --out "$at.${how#--}h5" --batch 32 --progress off --device "$device" $how | grep ^speed)" | sed 's/--trace//' | tr -s ' '
+    done
+    python3 -c 'import h5py' 2>/dev/null || { echo "tokens are not compared: python3 has no h5py"; return 0; }
+    python3 tests/tools/same_tokens.py "$at.h5" "$at.traceh5"
+}
 # Accuracy on the GPU beside the CPU's: within 1 point. On the 550 samples alone the difference of two runs of like
 # accuracy scatters by 0.6 points; so the verdict is that of all 1850.
 demo() {
@@ -94,6 +104,7 @@ demo() {
         echo "$mode: $(grep -h '^speed' "$build/demo/gpu-$mode.log" "$build/demo/gpu-$mode-more.log" | tr -s ' ' | tr '\n' ' ')"
     done
     run_demo gpu-no-lane "$(demo_data $samples) --data humaneval:$samples/humaneval_demo.jsonl" --device cuda --mode no-lane || rc=1
+    one_forward_late || rc=1
     cmp "$build/demo/gpu-no-lane.wrong" "$build/demo/gpu-epoch.wrong" && echo "no-lane: right and wrong where epoch is" || rc=1
     for mode in $modes; do
         cpu=cpu-$mode
@@ -152,7 +163,7 @@ echo "# $(date -u +%Y-%m-%dT%H:%MZ), $(git describe --always --dirty 2>/dev/null
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>&1
 nvcc --version 2>/dev/null | tail -n 1
 export out build modes samples transports sanitizer
-export -f pc build_all gpu_tests demo_data run_demo run_demos paired demo sanitize sanitize_all bench lane gpus
+export -f pc build_all gpu_tests demo_data run_demo run_demos paired one_forward_late demo sanitize sanitize_all bench lane gpus
 if wanted build; then
     pc openblas openblas cblas.h
     pc zlib z zlib.h

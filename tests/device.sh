@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one go on a machine that has one: builds, runs the twin and golden tests and the demo on
 # the GPU, the small tests under compute-sanitizer, then the benchmarks. A part that fails does not stop the others. The
 # last lines are one a part; the exit status is 0 if all passed.
-#   bash tests/device.sh [PART ...]     of: build twin golden sanitizer demo kernels bench lane ranks gpus   (default: all)
+#   bash tests/device.sh [PART ...]     of: build twin golden sanitizer bench demo lane ranks gpus kernels   (default: all)
 # All of it ends within LIMIT seconds (default 540): a part has its own limit, and what is left of this one.
 # Logs go to $OUT (default: device-out). Libraries that the machine lacks come from .device (tests/device_pack.sh).
 set -uo pipefail
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 out=${OUT:-device-out}
 build=build-device
 mkdir -p "$out"
-parts=${*:-build twin golden sanitizer demo kernels bench lane ranks gpus}
+parts=${*:-build twin golden sanitizer bench demo lane ranks gpus kernels}
 end=${LIMIT:-540}
 . tests/device_env.sh
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
@@ -63,7 +63,7 @@ run_demos() { # run_demos NAME OPTION...: the 550 demo items, then 1300 that wer
 }
 cpu_demos() { # in the background, beside the tests
     for mode in $modes; do
-        run_demos "cpu-$mode" --device cpu --mode "$mode" --threads $((($(nproc) + 3) / 4)) >/dev/null 2>"$build/demo/cpu-$mode.errors" &
+        run_demos "cpu-$mode" --device cpu --mode "$mode" --threads $((($(nproc) + 2) / 5)) >/dev/null 2>"$build/demo/cpu-$mode.errors" &
     done
     wait
 }
@@ -178,12 +178,12 @@ demos=$!
 wanted twin && part twin 90 gpu_tests twin
 wanted golden && part golden 60 gpu_tests golden
 wanted sanitizer && part sanitizer 100 sanitize_all
-wanted demo && SHOW=20 part demo 150 demo
-wanted kernels && SHOW=150 part kernels 60 $build/bench_cuda
 wanted bench && SHOW=150 part bench 200 bench
+wanted demo && SHOW=20 part demo 150 demo # late: the CPU needs some minutes for its side
 wanted lane && part lane 60 lane
 wanted ranks && SHOW=40 part ranks 150 bash tests/ranks/gpus.sh "$PWD/$build/epoch" $transports
 wanted gpus && SHOW=60 part gpus 150 gpus
+wanted kernels && SHOW=150 part kernels 60 $build/bench_cuda
 kill $demos 2>/dev/null
 echo
 printf '%s\n' "${summary[@]}"

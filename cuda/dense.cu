@@ -1,7 +1,7 @@
 /* y[n,o] = x[n,i] w[o,i]^T, BF16 activations; and silu(gate) * up of the two halves of such a product.
  *
  * Three kernels, chosen by type and shape of the weight alone, so that a row's bits never depend on how many there are:
- *   BF16 weight of whole 64 x 64 boxes on a Hopper GPU   the persistent product of gemm.cuh
+ *   BF16 weight of whole 64 x 64 boxes on a Hopper GPU   the persistent product of gemm.cuh, or its small form, below
  *   F32 weight (the router) on a Hopper GPU              tensor cores on an exact split of the weight: router.cu
  *   anything else                                        a tile of shared memory and fp32 sums, below */
 #include "cuda/gemm.cuh"
@@ -140,6 +140,168 @@ struct gated_op : dense_op {
     }
 };
 
+/* ---- few rows
+ *
+ * Up to 64 rows: the same products, bit by bit, in blocks so small that those of the next kernel fit beside them and
+ * fetch their weights while this one is under way. A block takes one narrow box of the weight by all rows; one warp
+ * feeds a ring of stages of 128 of the inner dimension, a warpgroup multiplies. */
+
+enum {
+    FEW_ROWS = 64,
+    FEW_THREADS = 160,
+    FEW_STAGES = 16,               /* most stages */
+    FEW_OUT = FEW_ROWS * TILE_ROW, /* bytes of the way out, and of what a box reads behind its rows */
+    FEW_RING = 100 * 1024,
+    FEW_AT_BARRIER = FEW_RING + FEW_OUT,
+    FEW_SHARED = FEW_AT_BARRIER + 2 * FEW_STAGES * 8
+};
+
+struct few_op {
+    tensor in, y;
+    int outs, steps; /* weight rows of a box; of 64 of the inner dimension */
+};
+
+template <int N, bool GATED>
+static __global__ void __launch_bounds__(FEW_THREADS)
+    few_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap rows,
+               const __grid_constant__ few_op op)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) uint8_t few_room[];
+    const int outs = op.outs, steps = op.steps, all = (steps + 1) / 2;
+    const int token_at = 2 * outs * TILE_ROW, stage_bytes = token_at + 2 * N * TILE_ROW;
+    const int stages = FEW_RING / stage_bytes < FEW_STAGES ? FEW_RING / stage_bytes : (int)FEW_STAGES;
+    const uint32_t ring = shared_at(few_room), full = shared_at(few_room + FEW_AT_BARRIER);
+    const uint32_t empty = full + FEW_STAGES * 8;
+    const int warp = __shfl_sync(EVERY_LANE, (int)threadIdx.x / WARP, 0), lane = (int)threadIdx.x % WARP;
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < FEW_STAGES; i++) {
+            barrier_init(full + 8 * i, 2);  /* weights and tokens */
+            barrier_init(empty + 8 * i, 4); /* the warps that multiply */
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    let_next();
+    const int box = (int)blockIdx.x * (outs / (GATED ? 16 : 8));
+    if (warp == 4) { /* lane i asks for a stage's half i */
+        gemm_place p = {0, 1};
+        for (int k = 0; k < all && k < stages; k++) {
+            if (lane == 0)
+                barrier_expect(full + 8 * (uint32_t)k, (uint32_t)((2 * k + 1 < steps ? 2 : 1) * outs * TILE_ROW));
+            if (lane < 2 && 2 * k + lane < steps)
+                copy_box5(ring + (uint32_t)(k * stage_bytes + lane * outs * TILE_ROW), &weights, full + 8 * (uint32_t)k,
+                          (2 * k + lane) * TILE_K, 0, 0, box, 0);
+        }
+        after_previous();
+#pragma unroll 1
+        for (int k = 0; k < all; k++) {
+            uint32_t to = ring + (uint32_t)(p.stage * stage_bytes), done = full + 8 * (uint32_t)p.stage;
+            int halves = 2 * k + 1 < steps ? 2 : 1, column = (2 * k + lane) * TILE_K;
+            if (k >= stages) {
+                barrier_wait(empty + 8 * (uint32_t)p.stage, p.parity);
+                if (lane == 0)
+                    barrier_expect(done, (uint32_t)(halves * outs * TILE_ROW));
+                if (lane < halves)
+                    copy_box5(to + (uint32_t)(lane * outs * TILE_ROW), &weights, done, column, 0, 0, box, 0);
+            }
+            if (lane == 0)
+                barrier_expect(done, (uint32_t)(halves * N * TILE_ROW));
+            if (lane < halves)
+                copy_box2(to + (uint32_t)(token_at + lane * N * TILE_ROW), &rows, done, column, 0);
+            gemm_next(p, stages);
+        }
+        return;
+    }
+    float acc[GEMM_TOKENS / 2];
+    gemm_place p = {0, 0};
+    int before = 0;
+    after_previous();
+    const int n = (int)used_rows(op.in);
+#pragma unroll 1
+    for (int k = 0; k < all; k++) {
+        uint32_t at = ring + (uint32_t)(p.stage * stage_bytes);
+        barrier_wait(full + 8 * (uint32_t)p.stage, p.parity);
+        products_begin();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint64_t w = operand(at + (uint32_t)(half * outs * TILE_ROW));
+            uint64_t x = operand(at + (uint32_t)(token_at + half * N * TILE_ROW));
+            if (half == 0 || 2 * k + 1 < steps)
+#pragma unroll
+                for (int i = 0; i < TILE_K / 16; i++)
+                    product<N>::run(acc, w + 2 * i, x + 2 * i, half + i > 0 ? 1 : k);
+        }
+        products_commit();
+        if (k > 0) {
+            products_wait<1>();
+            if (lane == 0)
+                barrier_arrive(empty + 8 * (uint32_t)before);
+        }
+        before = p.stage;
+        gemm_next(p, stages);
+    }
+    products_wait<0>();
+    hold(acc);
+    const uint32_t out = ring + FEW_RING;
+    const int me = (int)threadIdx.x;
+    bf16 *y = (bf16 *)op.y.data + box * 8;
+    if (GATED) {
+#pragma unroll
+        for (int j = 0; j < N / 8; j += 4)
+            gemm_put_gated(acc, j, out + (uint32_t)(8 * j * 64));
+    } else {
+#pragma unroll
+        for (int j = 0; j < N / 8; j += 2)
+            gemm_put_rows(acc, j, out + (uint32_t)(8 * j * TILE_ROW), [](int, float &a, float &b) { a = b = 1; });
+    }
+    meet(1, 128);
+    enum { CHUNKS = GATED ? 4 : 8 };
+    const int wide = outs / (GATED ? 16 : 8); /* chunks of 16 bytes a token */
+    for (int i = me; i < n * CHUNKS; i += 128) {
+        int token = i / CHUNKS, chunk = i % CHUNKS, place = GATED ? chunk ^ (token >> 1 & 3) : chunk ^ (token & 7);
+        if (chunk < wide)
+            *(uint4 *)(y + token * op.y.ld + chunk * 8) =
+                shared_load16(out + (uint32_t)(token * CHUNKS * 16 + (place << 4)));
+    }
+#else
+    (void)weights, (void)rows, (void)op;
+    __trap(); /* the launchers ask cuda_is_hopper */
+#endif
+}
+
+template <bool GATED>
+static status few(cuda *c, const tensor *y, const tensor *x, const tensor *w, const CUtensorMap &weights, int outs,
+                  const char *what)
+{
+    CUtensorMap rows;
+    void (*kernel)(CUtensorMap, CUtensorMap, few_op);
+    const int width = x->rows <= 8 ? 8 : (int)(x->rows + 15) / 16 * 16;
+    switch (width) {
+    case 8:
+        kernel = few_kernel<8, GATED>;
+        break;
+    case 16:
+        kernel = few_kernel<16, GATED>;
+        break;
+    case 32:
+        kernel = few_kernel<32, GATED>;
+        break;
+    case 48:
+        kernel = few_kernel<48, GATED>;
+        break;
+    default:
+        kernel = few_kernel<64, GATED>;
+    }
+    few_op op = {*x, *y, outs, (int)w->cols / TILE_K};
+    status st = cuda_map_rows(&rows, x, width);
+    if (st == OK)
+        st = cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FEW_SHARED), what,
+                        __FILE__, __LINE__);
+    return st == OK ? launch(c, what, kernel, (unsigned)(w->rows / outs), FEW_THREADS, FEW_SHARED, weights, rows, op)
+                    : st;
+}
+
 template <class OP>
 static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, int halves, const char *what)
 {
@@ -156,6 +318,9 @@ static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, 
     st = cuda_map_weights(&maps.weights, w, 1, halves, 64);
     if (st == OK)
         st = cuda_map_weights(&maps.narrow, w, 1, halves, op.narrow);
+    if (st == OK && x->rows <= FEW_ROWS && y->type == BF16)
+        return halves == 1 ? few<false>(c, y, x, w, maps.narrow, op.narrow, what)
+                           : few<true>(c, y, x, w, maps.narrow, op.narrow, what);
     if (st == OK)
         st = cuda_map_rows(&maps.rows16, x, 16);
     if (st == OK)

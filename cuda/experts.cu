@@ -24,7 +24,7 @@ enum {
     SORT_WARPS = 32,
     SORT_THREADS = SORT_WARPS * WARP,
     SORT_CLUSTER = 8,
-    SORT_FEW = 32768 /* edges that one cluster sorts in the time of two kernels of many blocks */
+    SORT_FEW = 4096 /* edges that one cluster sorts in the time of two kernels of many blocks */
 };
 
 /* The sum of x over the threads before this one; `sums` has SORT_WARPS. All threads call. */

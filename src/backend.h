@@ -178,7 +178,7 @@ typedef struct backend {
     const volatile int32_t *reached; /* where runs_ahead: in host memory, `through` of the newest add_norm or merge that
                                         began; -1: none yet. NULL where calls return when their work is done */
     bool runs_ahead;      /* calls return before their work is done: what a forward did is best read one forward late */
-    bool late_sums;       /* `experts` can leave its sums to `merge` */
+    int64_t late_rows;    /* `experts` can leave its sums to `merge`, which pays for up to so many rows; 0: it cannot */
     int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; -1: this backend does not count */
 
     /* memory and time */
@@ -254,7 +254,7 @@ typedef struct backend {
     status (*route)(struct backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p,
                     int layer, const batch *in, const slots *s, const route_rule *r, const block_rule *k);
     /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit u,
-     * in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. y without data (late_sums
+     * in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. y without data (late_rows
      * and a tree of one unit): `merge` makes the sums, before any other op but join. */
     status (*experts)(struct backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                       const expert_set *e);

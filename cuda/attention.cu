@@ -526,8 +526,8 @@ static status attend_wide(cuda *c, tensor *y, const tensor *qkv, const kv_pool *
     cudaError_t e = cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED);
     if (e != cudaSuccess)
         return cuda_check(e, "attention", __FILE__, __LINE__);
-    return launch(c, "attention", attend_kernel, cuda_grid(c, (int64_t)most * op.most_chunks, 1), THREADS, SHARED, q_map,
-                  k_map, v_map, op);
+    return launch(c, "attention", attend_kernel, cuda_grid(c, (int64_t)most * op.most_chunks, 1), THREADS, SHARED,
+                  q_map, k_map, v_map, op);
 }
 
 /* ---- any shape: a warp takes one head's query row; 32 keys at a time, one a lane, with a running maximum */

@@ -1,5 +1,5 @@
-/* The CUDA backend: one GPU, one stream, and one beside it. Memory, transfers, time and the replay of forwards are here; the ops are
- * launchers in the .cu files. */
+/* The CUDA backend: one GPU, one stream and one beside it. Memory, transfers, time and the replay of forwards are here;
+ * the ops are launchers in the .cu files. */
 #include "cuda/kernels.h"
 
 #include <assert.h>

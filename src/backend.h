@@ -197,8 +197,8 @@ typedef struct backend {
     status (*post)(struct backend *b, int box, const tensor *src);
     status (*fetch)(struct backend *b, void *dst, int box);
     status (*sync)(struct backend *b);
-    status (*mark)(struct backend *b, phase p); /* the work since the last mark was p's; between aside and back: nothing,
-                                                   the wait of join is what it cost */
+    /* The work since the last mark was p's. Between aside and back: nothing; what that work cost is join's wait. */
+    status (*mark)(struct backend *b, phase p);
     /* Adds to seconds[] those of each phase that were marked since the last call, then forgets them. */
     status (*laps)(struct backend *b, double seconds[PHASES]);
     /* Runs call(of), which enqueues the same work at every call, its tensors and settings included. A backend may
@@ -206,9 +206,8 @@ typedef struct backend {
      * own; forget gives it back, and accepts NULL. */
     status (*repeat)(struct backend *b, void **record, status (*call)(void *of), void *of);
     void (*forget)(struct backend *b, void *record);
-    /* What is enqueued from aside to back may run beside what follows back, until join, which all that comes later waits
-     * for. It sees all that was enqueued before aside; it and what runs beside it write nothing the other touches. One
-     * at a time. */
+    /* What is enqueued from aside to back may run beside what follows back, until join, which all that comes later
+     * waits for. It sees all that was enqueued before aside; neither writes what the other touches. One at a time. */
     status (*aside)(struct backend *b);
     status (*back)(struct backend *b);
     status (*join)(struct backend *b);
@@ -227,7 +226,8 @@ typedef struct backend {
     status (*matmul)(struct backend *b, tensor *y, const tensor *x, const tensor *w); /* y[n,o] = x[n,i] w[o,i]^T */
     /* y[n, I] = silu(x w[0:I]^T) * (x w[I:2I]^T); both [n, 2I]: room for the two products, left as it may be */
     status (*gated)(struct backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w);
-    status (*norm)(struct backend *b, tensor *y, const tensor *x, const tensor *w, float eps); /* RMSNorm; w F32 [1, H] */
+    /* RMSNorm; w F32 [1, H] */
+    status (*norm)(struct backend *b, tensor *y, const tensor *x, const tensor *w, float eps);
     status (*add_norm)(struct backend *b, const residual *r, const tensor *y, const batch *in);
 
     /* attention */
@@ -253,16 +253,16 @@ typedef struct backend {
      * of the forward's commit. */
     status (*route)(struct backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p,
                     int layer, const batch *in, const slots *s, const route_rule *r, const block_rule *k);
-    /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit u,
-     * in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. y without data (late_rows
-     * and a tree of one unit): `merge` makes the sums, before any other op but join. */
+    /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit
+     * u, in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. y without data
+     * (late_rows and a tree of one unit): `merge` makes the sums, before any other op but join. */
     status (*experts)(struct backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                       const expert_set *e);
-    /* add_norm of what a sparse layer gives each row, y[row] (+ shared[row], where shared has data). y[row] = packed[i]
-     * for row = fresh[i] unless the slot's `fresh` mask lacks it (dense_lane); other rows of active blocks come from the
-     * decoded cache. Rows that are decoded and fresh are written into the cache. packed F32 [fresh, H], without data: the
-     * sums that `experts` left to be made; shared [rows, H]; cache [sparse layers * slot_count * B, H], row
-     * (layer * slot_count + slot) * B + position in the block. */
+    /* add_norm of what a sparse layer gives each row, y[row] (+ shared[row], where shared has data). y[row] =
+     * packed[i] for row = fresh[i] unless the slot's `fresh` mask lacks it (dense_lane); other rows of active blocks
+     * come from the decoded cache. Rows that are decoded and fresh are written into the cache. packed F32
+     * [fresh, H], without data: the sums that `experts` left to be made; shared [rows, H]; cache
+     * [sparse layers * slot_count * B, H], row (layer * slot_count + slot) * B + position in the block. */
     status (*merge)(struct backend *b, const residual *r, const tensor *packed, const tensor *shared, tensor *cache,
                     int layer, const batch *in, const slots *s, const block_rule *k);
 

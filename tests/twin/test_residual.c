@@ -85,8 +85,7 @@ static void test_merge(void **state)
             bool alone = trial / 2 % 2;
             r.x.used = &f.count[0];
             memcpy(want.data, cache.data, (size_t)(cache.rows * cache.ld) * sizeof(float));
-            assert_int_equal(
-                b->merge(b, &r, &packed, alone ? &none : &shared, &cache, layer, &f.in, &f.s, &k), OK);
+            assert_int_equal(b->merge(b, &r, &packed, alone ? &none : &shared, &cache, layer, &f.in, &f.s, &k), OK);
             for (int row = 0, at_fresh = 0; row < f.count[0]; row++) {
                 bool sent = at_fresh < f.count[2] && *int_at(&f.in.fresh, at_fresh) == row;
                 int place = at_fresh;

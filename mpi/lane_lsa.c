@@ -249,8 +249,8 @@ status lsa_open(lane **out, const lane_rule *rule, backend *b, int rank, char *c
     if (t->ranks > LSA_RANKS)
         FAIL(BAD_INPUT, "--transport lsa: %d ranks, at most %d: take --transport nccl", t->ranks, LSA_RANKS);
     if (rule->hidden % 8 || rule->top_k > 32 || rule->payload != BF16)
-        FAIL(BAD_INPUT, "--transport lsa: the hidden size is %d and top_k %d, want a multiple of 8 and at most 32: take "
-             "--transport nccl", rule->hidden, rule->top_k);
+        FAIL(BAD_INPUT, "--transport lsa: the hidden size is %d and top_k %d, want a multiple of 8 and at most 32: "
+             "take --transport nccl", rule->hidden, rule->top_k);
     lsa *m = &s->m;
     lay_window(m, rule, blocks ? blocks->push : PUSH_BLOCKS);
     m->push_blocks = blocks ? blocks->push : PUSH_BLOCKS;
@@ -318,7 +318,8 @@ static status register_window(lane_lsa *s, size_t bytes, const world *w)
     if (r == ncclSuccess && s->window)
         CUDA_TRY(cudaPointerGetAttributes(&at, s->window));
     if (at.type != cudaMemoryTypeDevice) /* without symmetric memory it is a handle of the host's */
-        FAIL(BAD_INPUT, "--transport lsa: NCCL makes no window here (%s): take --transport nccl", ncclGetErrorString(r));
+        FAIL(BAD_INPUT, "--transport lsa: NCCL makes no window here (%s): take --transport nccl",
+             ncclGetErrorString(r));
     int team = lsa_window_team(comm);
     if (team != w->size)
         FAIL(BAD_INPUT, "--transport lsa: the GPU of rank %d reaches the memory of %d of %d ranks, want all (one host, "

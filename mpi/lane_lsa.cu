@@ -572,8 +572,8 @@ static status launch_fold(cuda *c, const lsa *m, const tensor *y, const tensor *
     int64_t slices = (m->hidden + parts * PART - 1) / (parts * PART);
     int64_t blocks = (ids->rows * slices + FOLD_WARPS - 1) / FOLD_WARPS;
     dim3 grid((unsigned)(blocks < 1 ? 1 : blocks < fold_blocks ? blocks : fold_blocks)), block(FOLD_THREADS);
-    return launch(c, "combine", m->half ? fold_kernel<LEVELS, true> : fold_kernel<LEVELS, false>, grid, block, 0, *m, *y,
-                  *ids, parts);
+    return launch(c, "combine", m->half ? fold_kernel<LEVELS, true> : fold_kernel<LEVELS, false>, grid, block, 0, *m,
+                  *y, *ids, parts);
 }
 
 extern "C" status lsa_launch_combine(cuda *c, const lsa *m, const tensor *y, const tensor *ids, int fold_blocks)

@@ -295,8 +295,8 @@ static void check_sums(const fleet *f, rig *g)
             while (at_h < h - 1 && sum[at_h] == y[i * h + at_h])
                 at_h++;
             fail_msg("%d ranks, rank %d: row %lld of %lld, column %lld is %.9g, the fold says %.9g, one GPU %.9g",
-                     f->size, g->rank, (long long)i, (long long)n, (long long)at_h, (double)y[i * h + at_h], (double)sum[at_h],
-                     (double)want[i * h + at_h]);
+                     f->size, g->rank, (long long)i, (long long)n, (long long)at_h, (double)y[i * h + at_h],
+                     (double)sum[at_h], (double)want[i * h + at_h]);
         }
     }
     for (int r = 0; r < f->size; r++)
@@ -695,8 +695,8 @@ static void bench(int push, int fold, dtype combine)
         qsort(all, REPEATS, sizeof *all, by_size);
         double back = all[REPEATS / 2] - median[THERE] - median[ALONE], both = all[REPEATS / 2] - median[ALONE];
         printf("%-4s %-4s %d ranks, %5d rows each, blocks %d %d: dispatch %7.2f us %6.1f GB/s, sums and combine "
-               "%7.2f us %6.1f GB/s, both %7.2f us; by events experts %7.2f combine %7.2f us, experts alone %7.2f us\n", g->l->name,
-               dtype_name(combine), f.size, rows[k], push, fold, median[THERE],
+               "%7.2f us %6.1f GB/s, both %7.2f us; by events experts %7.2f combine %7.2f us, experts alone %7.2f us\n",
+               g->l->name, dtype_name(combine), f.size, rows[k], push, fold, median[THERE],
                (double)t.bytes_dispatched / trips / median[THERE] / 1e3, back,
                (double)t.bytes_combined / trips / back / 1e3, both, median[EXPERTS], median[BACK], median[ALONE]);
         fflush(stdout);

@@ -64,12 +64,13 @@ typedef struct attend_plan {
 /* Units are split where their chunks all find room at once, or where it ends earlier. By a whole warp. */
 static __device__ attend_plan attend_divide(const attend_op &op)
 {
+    int lane = (int)threadIdx.x, block = lane < op.span_rows ? op.spans[lane].block : 0; /* beside the count */
     int spans = op.span_count ? *op.span_count : op.span_rows;
     spans = spans < op.span_rows ? spans : op.span_rows;
     int pairs = spans * op.kv_heads * ((op.units + 1) / 2), units = spans * op.kv_heads * op.units;
     if (units > op.split_units || spans > WARP)
         return {pairs, 0};
-    int lane = (int)threadIdx.x, keys = lane < spans ? (op.spans[lane].block + 1) * op.block : 0;
+    int keys = lane < spans ? (block + 1) * op.block : 0;
     int steps = (keys + KEYS - 1) / KEYS, chunks = (steps + CHUNK_STEPS - 1) / CHUNK_STEPS;
     int most_steps = __reduce_max_sync(EVERY_LANE, steps), most = __reduce_max_sync(EVERY_LANE, chunks);
     int all = __reduce_add_sync(EVERY_LANE, chunks) * op.kv_heads * op.units, grid = (int)gridDim.x;
@@ -245,12 +246,18 @@ static __device__ __forceinline__ void attend_out(const attend_op &op, const att
         shared_store4(at, v);
     }
     meet(1 + side, 128);
-    for (int i = 0; i < 8; i++) { /* 64 rows of two halves of eight chunks */
-        int at = i * 128 + me, chunk = at % 8, half = at / 8 % 2, row = at / 16, all = (w.unit + side) * UNIT + row;
-        if (all < op.group * op.block) {
-            bf16 *to = row_of<bf16>(op.y, w.at.row + all % op.block) + (w.kv_head * op.group + all / op.block) * HEAD;
+    int first = me / 16, chunk = me % 8, half = me / 8 % 2; /* 64 rows of two halves of eight chunks, 8 rows a time */
+    int all = (w.unit + side) * UNIT + first, head = all / op.block, position = all % op.block;
+    for (int row = first; row < UNIT; row += 8) {
+        if (head < op.group) {
+            bf16 *to = row_of<bf16>(op.y, w.at.row + position) + (w.kv_head * op.group + head) * HEAD;
             *(uint4 *)(to + half * 64 + chunk * 8) = shared_load16(
                 room + (uint32_t)half * 2 * HALF + (uint32_t)(row * TILE_ROW + ((chunk ^ (row & 7)) << 4)));
+        }
+        position += 8; /* blocks are whole eights */
+        if (position >= op.block) {
+            position -= op.block;
+            head++;
         }
     }
     fence_written(); /* before the copy engine writes here */

@@ -479,7 +479,7 @@ static void close_cuda(backend *b)
 static const backend table = {
     .name = "cuda",
     .activation = BF16,
-    .late_rows = 4096, /* beyond, both ways take as long, or merge a little longer: its rows wait for each other */
+    .late_rows = 1 << 20,
     .expert_tiles = -1,
     .timed_every = TIMED_EVERY,
     .runs_ahead = true,

@@ -80,7 +80,7 @@ static status launch_clusters(cuda *c, const char *what, void (*kernel)(PARAMETE
     how.dynamicSmemBytes = shared;
     how.stream = c->stream;
     how.attrs = set;
-    if (c->overlaps && !c->ordered) {
+    if (c->overlaps && !c->ordered && c->stream != c->beside) { /* what waits beside would only take room */
         set[how.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         set[how.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
     }

@@ -23,21 +23,25 @@ typedef struct residual_op {
     volatile int32_t *reached; /* in host memory: one write across the bus, for which nothing waits */
 } residual_op;
 
-/* What the routed experts give a row: packed row `place`; -1: what the cache has. keep: it goes into the cache. */
+/* What decides where the routed experts' output of a row comes from; all loads of one depth stand side by side. */
 typedef struct routed_row {
-    int32_t place;
-    bool keep;
+    int32_t place, in_block;
+    bool sealing;
+    uint64_t fresh, decoded; /* of its slot */
     bf16 *cache;
 } routed_row;
 
 static __device__ __forceinline__ routed_row find_routed(const residual_op &a, int64_t row)
 {
-    int32_t in_block = ((const int32_t *)a.in.position.data)[row] % a.k.block_size;
-    int32_t owner = ((const int32_t *)a.in.slot.data)[row], place = ((const int32_t *)a.in.place.data)[row];
-    bool sealing = ((const int32_t *)a.in.role.data)[row] == ROW_SEALING;
+    int32_t position = ((const int32_t *)a.in.position.data)[row], owner = ((const int32_t *)a.in.slot.data)[row];
+    int32_t place = ((const int32_t *)a.in.place.data)[row], role = ((const int32_t *)a.in.role.data)[row];
     const slot *x = (const slot *)a.s.slot.data + owner;
-    uint64_t fresh = x->fresh, decoded = x->decoded;
-    return {sealing || (fresh >> in_block & 1) ? place : -1, !sealing && (decoded >> in_block & 1),
+    int32_t in_block = position % a.k.block_size;
+    return {place,
+            in_block,
+            role == ROW_SEALING,
+            x->fresh,
+            x->decoded,
             row_of<bf16>(a.cache, ((int64_t)a.layer * a.s.slot_count + owner) * a.k.block_size + in_block)};
 }
 
@@ -50,13 +54,14 @@ typedef struct row_edges {
 
 static __device__ __forceinline__ row_edges find_edges(const cuda_terms &t, int64_t row)
 {
-    int lane = (int)threadIdx.x % WARP, edges = (int)t.ids.cols;
-    int id = lane < edges ? row_of<int32_t>(t.ids, row)[lane] : -1;
-    row_edges e = {__ballot_sync(EVERY_LANE, id >= 0), 0, -2};
+    int lane = (int)threadIdx.x % WARP, edges = (int)t.ids.cols, id = -1, place = 0;
+    if (lane < edges) { /* the place may be none: it counts where the id is one */
+        id = row_of<int32_t>(t.ids, row)[lane];
+        place = t.place_of[row * edges + lane];
+    }
+    row_edges e = {__ballot_sync(EVERY_LANE, id >= 0), place, -2};
     uint32_t earlier = e.present & ((1u << lane) - 1);
     int before = __shfl_sync(EVERY_LANE, id, earlier ? 31 - __clz((int)earlier) : lane);
-    if (id >= 0)
-        e.place = t.place_of[row * edges + lane];
     if (id >= 0 && earlier) {
         int a = before / t.per_shard, b = id / t.per_shard;
         e.way = a == b ? -1 : depth_of(a, b, t.shards);
@@ -113,7 +118,8 @@ template <int V> static __device__ __forceinline__ void add(pack_of<bf16, V> &a,
         narrow(&a.x[k], widen(a.x[k]) + widen(b.x[k]));
 }
 
-template <int V, int FROM> static __global__ void __launch_bounds__(THREADS) residual_kernel(residual_op a)
+template <int V, int FROM>
+static __global__ void __launch_bounds__(THREADS, FROM == FROM_TERMS ? 2 : 1) residual_kernel(residual_op a)
 {
     typedef pack_of<bf16, V> pack;
     typedef pack_of<float, V> wide;
@@ -137,6 +143,8 @@ template <int V, int FROM> static __global__ void __launch_bounds__(THREADS) res
             routed = find_routed(a, i);
         if (TERMS && routed.place >= 0)
             edges = find_edges(a.t, routed.place);
+        const bool anew = routed.sealing || (routed.fresh >> routed.in_block & 1);
+        const bool keep = !routed.sealing && (routed.decoded >> routed.in_block & 1);
         float sum = 0;
         for (int64_t base = 0; base < width; base += THREADS) {
             const int64_t j = base + threadIdx.x;
@@ -149,7 +157,7 @@ template <int V, int FROM> static __global__ void __launch_bounds__(THREADS) res
                 else if (shared)
                     z = shared[j];
             }
-            if (FROM != FROM_ROWS && routed.place >= 0) {
+            if (FROM != FROM_ROWS && anew) {
                 float f[V] = {};
                 if (TERMS) {
                     sum_terms<FROM == FROM_TERMS ? 3 : 10>(f, a.t, edges, j, width, inside);
@@ -162,7 +170,7 @@ template <int V, int FROM> static __global__ void __launch_bounds__(THREADS) res
 #pragma unroll
                 for (int k = 0; k < V; k++)
                     narrow(&more.x[k], f[k]);
-                if (inside && routed.keep)
+                if (inside && keep)
                     ((pack *)routed.cache)[j] = more;
             } else if (FROM != FROM_ROWS && inside) {
                 more = ((const pack *)routed.cache)[j];

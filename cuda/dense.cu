@@ -142,12 +142,15 @@ struct gated_op : dense_op {
 
 /* ---- few rows
  *
- * Up to 64 rows: the same products, bit by bit, in blocks so small that those of the next kernel fit beside them and
- * fetch their weights while this one is under way. A block takes one narrow box of the weight by all rows; one warp
- * feeds a ring of stages of 128 of the inner dimension, a warpgroup multiplies. */
+ * The same products, bit by bit, in blocks so small that those of the next kernel fit beside them and fetch their
+ * weights while this one is under way. A block takes one narrow box of the weight by all rows, N at a time: where more
+ * are possible than there mostly are (a block to seal, a prompt), the weight comes again for each N. One warp feeds a
+ * ring of stages of 128 of the inner dimension, a warpgroup multiplies. */
 
 enum {
-    FEW_ROWS = 64,
+    FEW_ROWS = 64,  /* most at a time */
+    FEW_HALF = 192, /* up to so many possible rows half of that at a time: one sequence, or two */
+    FEW_MOST = 320, /* possible rows */
     FEW_THREADS = 160,
     FEW_STAGES = 16,               /* most stages */
     FEW_OUT = FEW_ROWS * TILE_ROW, /* bytes of the way out, and of what a box reads behind its rows */
@@ -194,75 +197,84 @@ static __global__ void __launch_bounds__(FEW_THREADS)
                           (2 * k + lane) * TILE_K, 0, 0, box, 0);
         }
         after_previous();
+        const int n = (int)used_rows(op.in);
+        int ahead = stages; /* whose weights are asked for */
+        for (int first = 0; first == 0 || first < n; first += N)
 #pragma unroll 1
-        for (int k = 0; k < all; k++) {
-            uint32_t to = ring + (uint32_t)(p.stage * stage_bytes), done = full + 8 * (uint32_t)p.stage;
-            int halves = 2 * k + 1 < steps ? 2 : 1, column = (2 * k + lane) * TILE_K;
-            if (k >= stages) {
-                barrier_wait(empty + 8 * (uint32_t)p.stage, p.parity);
+            for (int k = 0; k < all; k++, ahead--) {
+                uint32_t to = ring + (uint32_t)(p.stage * stage_bytes), done = full + 8 * (uint32_t)p.stage;
+                int halves = 2 * k + 1 < steps ? 2 : 1, column = (2 * k + lane) * TILE_K;
+                if (first > 0 || ahead <= 0) {
+                    barrier_wait(empty + 8 * (uint32_t)p.stage, p.parity);
+                    if (lane == 0)
+                        barrier_expect(done, (uint32_t)(halves * outs * TILE_ROW));
+                    if (lane < halves)
+                        copy_box5(to + (uint32_t)(lane * outs * TILE_ROW), &weights, done, column, 0, 0, box, 0);
+                }
                 if (lane == 0)
-                    barrier_expect(done, (uint32_t)(halves * outs * TILE_ROW));
+                    barrier_expect(done, (uint32_t)(halves * N * TILE_ROW));
                 if (lane < halves)
-                    copy_box5(to + (uint32_t)(lane * outs * TILE_ROW), &weights, done, column, 0, 0, box, 0);
+                    copy_box2(to + (uint32_t)(token_at + lane * N * TILE_ROW), &rows, done, column, first);
+                gemm_next(p, stages);
             }
-            if (lane == 0)
-                barrier_expect(done, (uint32_t)(halves * N * TILE_ROW));
-            if (lane < halves)
-                copy_box2(to + (uint32_t)(token_at + lane * N * TILE_ROW), &rows, done, column, 0);
-            gemm_next(p, stages);
-        }
         return;
     }
     float acc[GEMM_TOKENS / 2];
     gemm_place p = {0, 0};
-    int before = 0;
+    const uint32_t out = ring + FEW_RING;
+    enum { CHUNKS = GATED ? 4 : 8 };
+    const int me = (int)threadIdx.x, wide = outs / (GATED ? 16 : 8); /* chunks of 16 bytes a token */
     after_previous();
     const int n = (int)used_rows(op.in);
+    for (int first = 0; first == 0 || first < n; first += N) {
+        int before = 0;
 #pragma unroll 1
-    for (int k = 0; k < all; k++) {
-        uint32_t at = ring + (uint32_t)(p.stage * stage_bytes);
-        barrier_wait(full + 8 * (uint32_t)p.stage, p.parity);
-        products_begin();
+        for (int k = 0; k < all; k++) {
+            uint32_t at = ring + (uint32_t)(p.stage * stage_bytes);
+            barrier_wait(full + 8 * (uint32_t)p.stage, p.parity);
+            products_begin();
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint64_t w = operand(at + (uint32_t)(half * outs * TILE_ROW));
-            uint64_t x = operand(at + (uint32_t)(token_at + half * N * TILE_ROW));
-            if (half == 0 || 2 * k + 1 < steps)
+            for (int half = 0; half < 2; half++) {
+                uint64_t w = operand(at + (uint32_t)(half * outs * TILE_ROW));
+                uint64_t x = operand(at + (uint32_t)(token_at + half * N * TILE_ROW));
+                if (half == 0 || 2 * k + 1 < steps)
 #pragma unroll
-                for (int i = 0; i < TILE_K / 16; i++)
-                    product<N>::run(acc, w + 2 * i, x + 2 * i, half + i > 0 ? 1 : k);
+                    for (int i = 0; i < TILE_K / 16; i++)
+                        product<N>::run(acc, w + 2 * i, x + 2 * i, half + i > 0 ? 1 : k);
+            }
+            products_commit();
+            if (k > 0) {
+                products_wait<1>();
+                if (lane == 0)
+                    barrier_arrive(empty + 8 * (uint32_t)before);
+            }
+            before = p.stage;
+            gemm_next(p, stages);
         }
-        products_commit();
-        if (k > 0) {
-            products_wait<1>();
-            if (lane == 0)
-                barrier_arrive(empty + 8 * (uint32_t)before);
+        products_wait<0>();
+        hold(acc);
+        if (lane == 0)
+            barrier_arrive(empty + 8 * (uint32_t)before);
+        if (first > 0)
+            meet(1, 128); /* all have read what the rows before left there */
+        if (GATED) {
+#pragma unroll
+            for (int j = 0; j < N / 8; j += 4)
+                gemm_put_gated(acc, j, out + (uint32_t)(8 * j * 64));
+        } else {
+#pragma unroll
+            for (int j = 0; j < N / 8; j += 2)
+                gemm_put_rows(acc, j, out + (uint32_t)(8 * j * TILE_ROW), [](int, float &a, float &b) { a = b = 1; });
         }
-        before = p.stage;
-        gemm_next(p, stages);
-    }
-    products_wait<0>();
-    hold(acc);
-    const uint32_t out = ring + FEW_RING;
-    const int me = (int)threadIdx.x;
-    bf16 *y = (bf16 *)op.y.data + box * 8;
-    if (GATED) {
-#pragma unroll
-        for (int j = 0; j < N / 8; j += 4)
-            gemm_put_gated(acc, j, out + (uint32_t)(8 * j * 64));
-    } else {
-#pragma unroll
-        for (int j = 0; j < N / 8; j += 2)
-            gemm_put_rows(acc, j, out + (uint32_t)(8 * j * TILE_ROW), [](int, float &a, float &b) { a = b = 1; });
-    }
-    meet(1, 128);
-    enum { CHUNKS = GATED ? 4 : 8 };
-    const int wide = outs / (GATED ? 16 : 8); /* chunks of 16 bytes a token */
-    for (int i = me; i < n * CHUNKS; i += 128) {
-        int token = i / CHUNKS, chunk = i % CHUNKS, place = GATED ? chunk ^ (token >> 1 & 3) : chunk ^ (token & 7);
-        if (chunk < wide)
-            *(uint4 *)(y + token * op.y.ld + chunk * 8) =
-                shared_load16(out + (uint32_t)(token * CHUNKS * 16 + (place << 4)));
+        meet(1, 128);
+        bf16 *y = (bf16 *)op.y.data + first * op.y.ld + box * 8;
+        const int here = n - first < N ? n - first : N;
+        for (int i = me; i < here * CHUNKS; i += 128) {
+            int token = i / CHUNKS, chunk = i % CHUNKS, place = GATED ? chunk ^ (token >> 1 & 3) : chunk ^ (token & 7);
+            if (chunk < wide)
+                *(uint4 *)(y + token * op.y.ld + chunk * 8) =
+                    shared_load16(out + (uint32_t)(token * CHUNKS * 16 + (place << 4)));
+        }
     }
 #else
     (void)weights, (void)rows, (void)op;
@@ -276,7 +288,11 @@ static status few(cuda *c, const tensor *y, const tensor *x, const tensor *w, co
 {
     CUtensorMap rows;
     void (*kernel)(CUtensorMap, CUtensorMap, few_op);
-    const int width = x->rows <= 8 ? 8 : (int)(x->rows + 15) / 16 * 16;
+    const int possible = (int)x->rows;
+    const int width = possible <= 8          ? 8
+                      : possible <= FEW_ROWS ? (possible + 15) / 16 * 16
+                      : possible <= FEW_HALF ? FEW_ROWS / 2
+                                             : (int)FEW_ROWS;
     switch (width) {
     case 8:
         kernel = few_kernel<8, GATED>;
@@ -318,7 +334,7 @@ static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, 
     st = cuda_map_weights(&maps.weights, w, 1, halves, 64);
     if (st == OK)
         st = cuda_map_weights(&maps.narrow, w, 1, halves, op.narrow);
-    if (st == OK && x->rows <= FEW_ROWS && y->type == BF16)
+    if (st == OK && x->rows <= FEW_MOST && y->type == BF16)
         return halves == 1 ? few<false>(c, y, x, w, maps.narrow, op.narrow, what)
                            : few<true>(c, y, x, w, maps.narrow, op.narrow, what);
     if (st == OK)

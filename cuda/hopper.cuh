@@ -171,6 +171,12 @@ static __device__ __forceinline__ void copy16(uint32_t to, const void *from)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+/* Until all of this thread's have come. */
+static __device__ __forceinline__ void copies16_wait()
+{
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 /* The barrier sees this thread arrive when all its copies so far are there. Its count includes the thread. */
 static __device__ __forceinline__ void copies_arrive(uint32_t barrier)
 {

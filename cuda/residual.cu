@@ -3,9 +3,10 @@
  * first vector of its row, and reads again what it wrote of the others. Each sum is rounded to BF16 before the next.
  * Where the experts left their terms, a row's sum over them is made here, in the tree's order (tree.cuh). */
 #include "cuda/device.cuh"
+#include "cuda/hopper.cuh"
 #include "cuda/tree.cuh"
 
-enum { THREADS = 256, WAVES = 16, VECTOR = 8, TERMS_AT_ONCE = 4 };
+enum { THREADS = 256, WAVES = 16, VECTOR = 8, TERMS_AT_ONCE = 8 };
 
 /* Where y comes from: a row of its own; the packed rows; the terms of a packed row, in a tree of up to 3 levels, or
  * more. */
@@ -69,32 +70,41 @@ static __device__ __forceinline__ row_edges find_edges(const cuda_terms &t, int6
     return e;
 }
 
-/* Their sum, of vector j of the terms; no number where that is not inside. All lanes call: they know the edges. */
+/* Their sum, of vector j of the terms; no number where that is not inside. All lanes call: they know the edges. Terms
+ * wait in shared memory, each thread's in its own column of `room`, since registers for all of them would leave the
+ * multiprocessor to a row or two. */
 template <int LEVELS, int V>
 static __device__ __forceinline__ void sum_terms(float (&sum)[V], const cuda_terms &t, const row_edges &e, int64_t j,
-                                                 int64_t width, bool inside)
+                                                 int64_t width, bool inside,
+                                                 pack_of<bf16, V> (*room)[THREADS])
 {
     typedef pack_of<bf16, V> pack;
     const float zero[V] = {};
     running_sum<LEVELS, V> s;
     s.begin(zero);
-    for (int first = 0; e.present >> first; first += TERMS_AT_ONCE) {
-        pack v[TERMS_AT_ONCE];
+    for (int first = 0; first < WARP && e.present >> first; first += TERMS_AT_ONCE) {
 #pragma unroll
         for (int i = 0; i < TERMS_AT_ONCE; i++) {
             int64_t place = __shfl_sync(EVERY_LANE, e.place, first + i);
-            if (inside && (e.present >> (first + i) & 1))
-                v[i] = ((const pack *)t.term)[place * width + j];
+            const pack *from = (const pack *)t.term + place * width + j;
+            if (!inside || !(e.present >> (first + i) & 1))
+                continue;
+            if constexpr (sizeof(pack) == 16)
+                copy16(shared_at(&room[i][threadIdx.x]), from);
+            else
+                room[i][threadIdx.x] = *from;
         }
-#pragma unroll
+        copies16_wait();
+#pragma unroll 1
         for (int i = 0; i < TERMS_AT_ONCE; i++) {
             if (!(e.present >> (first + i) & 1))
                 continue;
             int way = __shfl_sync(EVERY_LANE, e.way, first + i);
+            pack v = room[i][threadIdx.x];
             float x[V];
 #pragma unroll
             for (int k = 0; k < V; k++)
-                x[k] = widen(v[i].x[k]);
+                x[k] = widen(v.x[k]);
             if (way == -2)
                 s.begin(x);
             else if (way == -1)
@@ -102,8 +112,6 @@ static __device__ __forceinline__ void sum_terms(float (&sum)[V], const cuda_ter
             else
                 s.turn(x, way);
         }
-        if (first + TERMS_AT_ONCE >= WARP)
-            break;
     }
     s.join(-1);
 #pragma unroll
@@ -118,13 +126,15 @@ template <int V> static __device__ __forceinline__ void add(pack_of<bf16, V> &a,
         narrow(&a.x[k], widen(a.x[k]) + widen(b.x[k]));
 }
 
+/* With three blocks a multiprocessor, one's rows come while others are summed up. */
 template <int V, int FROM>
-static __global__ void __launch_bounds__(THREADS, FROM == FROM_TERMS ? 2 : 1) residual_kernel(residual_op a)
+static __global__ void __launch_bounds__(THREADS, FROM == FROM_MANY_TERMS ? 1 : 3) residual_kernel(residual_op a)
 {
     typedef pack_of<bf16, V> pack;
     typedef pack_of<float, V> wide;
     constexpr bool TERMS = FROM == FROM_TERMS || FROM == FROM_MANY_TERMS;
     __shared__ float room[THREADS / WARP];
+    __shared__ pack terms[TERMS ? TERMS_AT_ONCE : 1][THREADS];
     let_next();
     const int64_t width = a.r.x.cols / V;
     wide weight = {};
@@ -160,7 +170,7 @@ static __global__ void __launch_bounds__(THREADS, FROM == FROM_TERMS ? 2 : 1) re
             if (FROM != FROM_ROWS && anew) {
                 float f[V] = {};
                 if (TERMS) {
-                    sum_terms<FROM == FROM_TERMS ? 3 : 10>(f, a.t, edges, j, width, inside);
+                    sum_terms<FROM == FROM_TERMS ? 3 : 10>(f, a.t, edges, j, width, inside, terms);
                 } else if (inside) {
                     wide packed = ((const wide *)row_of<float>(a.y, routed.place))[j];
 #pragma unroll

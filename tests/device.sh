@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one go on a machine that has one: builds, runs the twin and golden tests and the demo on
 # the GPU, the small tests under compute-sanitizer, then the benchmarks. A part that fails does not stop the others. The
 # last lines are one a part; the exit status is 0 if all passed.
-#   bash tests/device.sh [PART ...]     of: build twin golden sanitizer bench demo lane ranks gpus kernels   (default: all)
+#   bash tests/device.sh [PART ...]     of: build twin golden sanitizer bench lane ranks gpus demo kernels   (default: all)
 # All of it ends within LIMIT seconds (default 540): a part has its own limit, and what is left of this one.
 # Logs go to $OUT (default: device-out). Libraries that the machine lacks come from .device (tests/device_pack.sh).
 set -uo pipefail
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 out=${OUT:-device-out}
 build=build-device
 mkdir -p "$out"
-parts=${*:-build twin golden sanitizer bench demo lane ranks gpus kernels}
+parts=${*:-build twin golden sanitizer bench lane ranks gpus demo kernels}
 end=${LIMIT:-540}
 . tests/device_env.sh
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
@@ -135,10 +135,10 @@ sanitize_all() {
 bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real decode
     local rc=0 pace="--schedule tests/bench/schedule.json"
     $build/epoch bench --device cuda --out "$out/full.h5" || rc=1
-    $build/epoch bench --device cuda --prefix 1024 --batch 1,32,512 --iterations 10 --out "$out/full1024.h5" || rc=1
+    $build/epoch bench --device cuda --prefix 1024 --batch 1,512 --iterations 10 --out "$out/full1024.h5" || rc=1
     $build/epoch bench --device cuda --mode full,epoch --cohort 0 --batch 1,128,256,512 --support 64,0 --blocks 2 $pace \
         --out "$out/epoch.h5" || rc=1
-    $build/epoch bench --device cuda --mode epoch --cohort 1,8 --batch 128,512 --support 64 --blocks 1 $pace \
+    $build/epoch bench --device cuda --mode epoch --cohort 1,8 --batch 128 --support 64 --blocks 1 $pace \
         --out "$out/cohorts.h5" || rc=1
     return $rc
 }
@@ -179,10 +179,10 @@ wanted twin && part twin 90 gpu_tests twin
 wanted golden && part golden 60 gpu_tests golden
 wanted sanitizer && part sanitizer 100 sanitize_all
 wanted bench && SHOW=150 part bench 200 bench
-wanted demo && SHOW=20 part demo 150 demo # late: the CPU needs some minutes for its side
 wanted lane && part lane 60 lane
 wanted ranks && SHOW=40 part ranks 150 bash tests/ranks/gpus.sh "$PWD/$build/epoch" $transports
 wanted gpus && SHOW=60 part gpus 150 gpus
+wanted demo && SHOW=20 part demo 150 demo # late: the CPU needs some minutes for its side
 wanted kernels && SHOW=150 part kernels 60 $build/bench_cuda
 kill $demos 2>/dev/null
 echo

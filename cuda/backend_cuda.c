@@ -479,10 +479,10 @@ static void close_cuda(backend *b)
 static const backend table = {
     .name = "cuda",
     .activation = BF16,
-    .late_rows = 1 << 20,
-    .expert_tiles = -1,
     .timed_every = TIMED_EVERY,
     .runs_ahead = true,
+    .late_sums = true,
+    .expert_tiles = -1,
     .reserve = reserve,
     .release = release,
     .upload = upload,

@@ -178,7 +178,7 @@ typedef struct backend {
     const volatile int32_t *reached; /* where runs_ahead: in host memory, `through` of the newest add_norm or merge that
                                         began; -1: none yet. NULL where calls return when their work is done */
     bool runs_ahead;      /* calls return before their work is done: what a forward did is best read one forward late */
-    int64_t late_rows;    /* `experts` can leave its sums to `merge`, which pays for up to so many rows; 0: it cannot */
+    bool late_sums;       /* `experts` can leave its sums to `merge`, which makes them in passing */
     int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; -1: this backend does not count */
 
     /* memory and time */
@@ -255,7 +255,7 @@ typedef struct backend {
                     int layer, const batch *in, const slots *s, const route_rule *r, const block_rule *k);
     /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit
      * u, in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. y without data
-     * (late_rows and a tree of one unit): `merge` makes the sums, before any other op but join. */
+     * (late_sums, and a tree of one unit): `merge` makes the sums, before any other op but join. */
     status (*experts)(struct backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                       const expert_set *e);
     /* add_norm of what a sparse layer gives each row, y[row] (+ shared[row], where shared has data). y[row] =

@@ -66,7 +66,7 @@ status moe_layer(executor *x, int layer, int sparse)
     TRY(executor_mark(x, layer, PHASE_ROUTE));
     TRY(x->lane->dispatch(x->lane, &here, &v->x_fresh, &v->ids, &v->weights));
     TRY(executor_mark(x, layer, PHASE_DISPATCH));
-    if (x->batch.fresh.rows <= b->late_rows && x->lane->passes && !x->observer)
+    if (b->late_sums && x->lane->passes && !x->observer)
         here.y.data = NULL;
     experts.away = here.away;
     TRY(b->experts(b, &here.y, &here.x, &here.ids, &here.weights, &experts));

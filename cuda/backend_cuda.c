@@ -597,7 +597,6 @@ static status open_device(backend *b, int local_rank)
     TRY(cuda_check(e, "the first kernel", __FILE__, __LINE__));
     snprintf(b->device, sizeof b->device, "%.63s", prop.name);
     c->sm_count = prop.multiProcessorCount;
-    c->shared_most = prop.sharedMemPerBlockOptin;
     c->overlaps = prop.major >= 9;
     int least, most; /* what runs beside takes what room the main stream leaves */
     CUDA_TRY(cudaDeviceGetStreamPriorityRange(&least, &most));

@@ -89,11 +89,6 @@ struct dense_op {
                 .first = first,
                 .rows = left < s.each ? left : s.each};
     }
-
-    __device__ float factor(const gemm_tile &, int) const
-    {
-        return 1;
-    }
 };
 
 struct matmul_op : dense_op {

@@ -1,5 +1,5 @@
-/* What kernels share: rows in use, conversions, vectors of a row's elements, and sums over a warp or a block in an
- * order that depends on the width alone. */
+/* What kernels share: rows in use, conversions, vectors of a row's elements, launches that overlap, sums over a warp or
+ * a block in an order that depends on the width alone, and the CPU backend's exponential. */
 #ifndef EPOCH_CUDA_DEVICE_CUH
 #define EPOCH_CUDA_DEVICE_CUH
 
@@ -39,8 +39,7 @@ template <typename T, int V> struct alignas(sizeof(T) * V) pack_of {
     T x[V];
 };
 
-/* Elements of 16 bytes a vector where every row of all these tensors starts at 16 bytes and is a whole number of them.
- */
+/* Is every row of t a whole number of vectors of v elements, and starts where such a vector may? */
 static inline bool vectors_fit(const tensor &t, int v)
 {
     return t.cols % v == 0 && t.ld % v == 0 && (uintptr_t)t.data % ((size_t)v * dtype_bytes(t.type)) == 0;
@@ -68,7 +67,7 @@ static __device__ __forceinline__ void let_next()
 #endif
 }
 
-/* In clusters of `cluster` blocks; 1: none. */
+/* The same in clusters of `cluster` blocks; 1: none. */
 template <typename... PARAMETERS, typename... ARGUMENTS>
 static status launch_clusters(cuda *c, const char *what, void (*kernel)(PARAMETERS...), dim3 grid, dim3 block,
                               size_t shared, unsigned cluster, ARGUMENTS &&...arguments)

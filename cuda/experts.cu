@@ -1,6 +1,6 @@
 /* The routed experts of one rank: edges sorted by expert; of each expert act = silu(gate x) * (up x) over its tokens,
  * then term = weight * (down act), both BF16; then each token's sum over its terms, fp32 in the tree's order
- * (sum_tree.h).
+ * (sum_tree.h), unless it is left to the op `merge` (residual.cu).
  *
  * An edge's place is its rank in the sorted order. A tile is a run of places of one expert: at most 256 of them where
  * gemm.cuh multiplies (a Hopper GPU, whole 64 x 64 boxes), which reads each weight of a touched expert once a tile and
@@ -196,11 +196,6 @@ struct gate_up_op {
         return (uint32_t)w.token_at[tile.first + r] * (uint32_t)(ld / 8);
     }
 
-    __device__ float factor(const gemm_tile &, int) const
-    {
-        return 1;
-    }
-
     __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
                            const float *, const gemm_maps &maps) const
     {
@@ -317,7 +312,7 @@ typedef struct sum_order {
 
 enum { SUM_SLICE = 2, SUM_THREADS = 256, SUM_AT_ONCE = 8 }; /* a warp takes a token's SUM_SLICE * 32 * V columns */
 
-/* Where token's sums go that is row `first` of a piece, or later. */
+/* Where the sums of a piece's tokens go: the first of them is row `first`. */
 typedef struct sum_rows {
     char *data;
     int32_t first;

@@ -11,18 +11,21 @@
  * The other two warpgroups multiply, each its own box of the weight. What they made waits in shared memory for the copy
  * engine to bring it out, while the next tile begins.
  *
- * A product is described by an op, a struct passed to the kernel:
- *     GROUPS                            groups of 8 rows, of one half, in a box
- *     ROW                               bytes that a box of 64 makes of a token: 128, or 64 (gated)
- *     GATHERS                           tokens are scattered: source() says where; else they are rows of maps.rows16
- *     FACTORS                           each token's results have a factor
- *     gemm_shape shape() const          tiles and sizes, by one whole warp; may read counts from device memory
+ * A product is described by an op, a struct passed to the kernel. Its constants:
+ *     GROUPS     groups of 8 rows, of one half, in a box
+ *     ROW        bytes that a box of 64 makes of a token: 128, or 64 (gated)
+ *     GATHERS    1: a tile's tokens are scattered, source() says where; 0: they are neighbours in maps.rows16, rows64
+ *     FACTORS    1: each token's results have a factor
+ * and its members:
+ *     const bf16 *x                     the tokens; where GATHERS
+ *     void before() const               by one warp, before what earlier kernels wrote may be touched
+ *     gemm_shape shape() const          tiles and sizes; by one whole warp, may read counts from device memory
  *     gemm_tile tile(s, t) const        tile t, 0 <= t < s.tiles
- *     uint32_t source(tile, r) const    token row r of the tile: where in `x`, in units of 16 bytes
- *     float factor(tile, r) const
- *     void finish(acc, tile, side, room, factor, maps) const      the way out of one warpgroup's results: of the box
- *                                                                 `side` by tile.rows tokens
- *     void before() const               by one warp, before what earlier kernels wrote may be touched */
+ *     uint32_t source(tile, r) const    token row r of the tile is so many 16 bytes behind x; where GATHERS
+ *     float factor(tile, r) const       of token row r of the tile; where FACTORS
+ *     void finish(acc, tile, side, room, factor, maps) const
+ *                                       the way out of one warpgroup's results, those of the box `side` by tile.rows
+ *                                       tokens; room: its shared memory; factor: of each token row, there too */
 #ifndef EPOCH_CUDA_GEMM_CUH
 #define EPOCH_CUDA_GEMM_CUH
 
@@ -247,10 +250,12 @@ static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gem
         t += (int)gridDim.x;
         if (t < s.tiles) /* asked for early, and so are the factors: they may come from device memory */
             next = op.tile(s, t);
+        if constexpr (OP::FACTORS != 0) {
 #pragma unroll
-        for (int i = 0; OP::FACTORS && i < ROWS; i++)
-            if (me + 128 * i < tile.rows)
-                f[i] = op.factor(tile, me + 128 * i);
+            for (int i = 0; i < ROWS; i++)
+                if (me + 128 * i < tile.rows)
+                    f[i] = op.factor(tile, me + 128 * i);
+        }
         if (side < tile.blocks) {
             float acc[GEMM_TOKENS / 2];
             switch (gemm_width(tile.rows)) {

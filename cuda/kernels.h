@@ -36,29 +36,28 @@ typedef struct cuda_buffer {
 typedef struct cuda_terms {
     tensor ids;
     const void *term;        /* BF16 [places, H] */
-    const int32_t *place_of; /* [edges] */
+    const int32_t *place_of; /* [edges]; of an edge to no expert of this rank: anything */
     int32_t shards, per_shard; /* of the tree */
 } cuda_terms;
 
-typedef struct cuda_staging cuda_staging; /* upload: pinned halves and their twins on the device (backend_cuda.c) */
 typedef struct cuda_box { /* post and fetch: pinned host memory, and when the newest copy into it is there */
     void *pinned;
     size_t room, bytes; /* bytes: posted */
     cudaEvent_t there;
 } cuda_box;
 
+typedef struct cuda_staging cuda_staging; /* upload: pinned halves and their twins on the device (backend_cuda.c) */
 typedef struct cuda_marks cuda_marks;     /* mark and laps: recorded events (backend_cuda.c) */
 
 typedef struct cuda {
     int device, sm_count;
-    size_t shared_most;       /* bytes of shared memory a block may opt in to */
     cudaStream_t stream;      /* what ops enqueue on: main, or beside between aside and back */
     cudaStream_t main, beside;
     cudaEvent_t parted, joined; /* aside waits for the one, join for the other */
     bool capturing;           /* what is enqueued now becomes a graph */
     bool ordered;             /* the next launch follows an event: nothing to overlap with */
     bool overlaps;            /* kernels may start while the one before them ends: device.cuh, launch */
-    cublasLtHandle_t lt;      /* what ceilings.c measures with; the ops' own products are in gemm.cuh */
+    cublasLtHandle_t lt;      /* what ceilings.c measures with; the ops have products of their own */
     void *workspace;          /* of cuBLASLt: CUDA_WORKSPACE_BYTES on the device */
     cuda_buffer scratch[2];   /* of one op at a time, on main and beside; see cuda_scratch */
     cuda_buffer angles;       /* rotary: F32 [positions, rotary_dim], cos then sin of rotary_dim / 2 angles */
@@ -81,8 +80,8 @@ static inline cuda *cuda_of(const backend *b)
     return (cuda *)b->self;
 }
 
-/* Device memory for the op that asks, until the next op on its stream asks. It grows at need, by the worst case of the op's shapes,
- * so that only the first forward allocates. FAILED: out of memory, or growth while a graph is captured. */
+/* Device memory for the op that asks, until the next op on its stream asks. It grows at need, by the worst case of the
+ * op's shapes, so that only the first forward allocates. FAILED: out of memory, or growth while a graph is captured. */
 status cuda_scratch(cuda *c, void **out, size_t bytes);
 /* The same for a buffer that holds longer; its content is lost when it grows. */
 status cuda_grow(cuda *c, cuda_buffer *b, size_t bytes, const char *what);
@@ -94,8 +93,7 @@ status cuda_check(cudaError_t e, const char *what, const char *file, int line);
 /* Inside functions of the error convention (C only). */
 #define CUDA_TRY(call) TRY(cuda_check((call), #call, __FILE__, __LINE__))
 
-/* Blocks for `work` items of `each` an item block: enough to fill the device `waves` times, no more than there is work.
- */
+/* Blocks for so many items: one each, but no more than fill the device `waves` times; 1 for none. */
 static inline unsigned cuda_grid(const cuda *c, int64_t items, int waves)
 {
     int64_t most = (int64_t)c->sm_count * waves;
@@ -138,7 +136,8 @@ status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor *w);
 /* dense.cu. `both` is used where the shapes are not those of the one kernel. */
 status cuda_gated(backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w);
 /* experts.cu. A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the
- * lane of one rank hands the sums on without touching them; otherwise it is not written. */
+ * lane of one rank hands the sums on without touching them; otherwise it is not written. y without data: the terms stay
+ * in the scratch, c->terms says where, and cuda_merge sums them. */
 status cuda_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                     const expert_set *e);
 /* attention.cu */

@@ -1,5 +1,5 @@
-/* What moves or combines rows one by one: embedding, SiLU, conversion, and the compact form of a shard. A block takes a
- * row at a time, a thread V neighbouring elements; nothing here sums over a row. */
+/* What fills or moves rows one by one: conversion, random numbers, rows by an index (embed, pack), SiLU. A block
+ * takes a row at a time; nothing here sums over a row. */
 #include "cuda/device.cuh"
 
 enum { THREADS = 256, WAVES = 16, VECTOR = 8 }; /* 8 BF16: 16 bytes */

@@ -61,7 +61,8 @@ extern "C" {
 size_t lsa_window_bytes(const lane_rule *rule);
 
 /* The lane of rank `rank` over window[rule->tree->ranks], as this GPU sees them; borrowed. b runs on that GPU. blocks
- * NULL: as measured to be best. patience: seconds that a kernel waits for another rank. */
+ * NULL: as measured to be best. patience: seconds that a kernel waits for another rank. BAD_INPUT: more than LSA_RANKS
+ * ranks, a hidden size that is no multiple of 8, a top_k above 32. FAILED: no memory. */
 status lsa_open(lane **out, const lane_rule *rule, backend *b, int rank, char *const *window, const lsa_blocks *blocks,
                 double patience);
 
@@ -71,7 +72,6 @@ status lsa_join(lane **out, const lane_rule *rule, backend *b, world *w, nccl_co
 
 /* ---- lane_lsa.cu: launchers on the backend's stream */
 
-/* `rows`: the most that ids may hold. */
 status lsa_launch_dispatch(cuda *c, const lsa *m, const tensor *x, const tensor *ids, const tensor *weights);
 status lsa_launch_combine(cuda *c, const lsa *m, const tensor *y, const tensor *ids, int fold_blocks);
 

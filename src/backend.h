@@ -1,8 +1,8 @@
 /* Seam: one rank's memory and arithmetic. A table of ops, chosen at start by --device; every member is required.
  *
- * Every tensor an op takes lives in the backend's memory. Calls enqueue on `stream`; only download, sync and laps wait.
- * Row counts live there too (tensor.used): an op launches for `rows` and touches the rows used. The dtype of the
- * activations is the backend's: F32 on the CPU, BF16 on a GPU (`activation`); sums are always fp32.
+ * Every tensor an op takes lives in the backend's memory. Calls enqueue on `stream`; only download, fetch, sync and
+ * laps wait. Row counts live there too (tensor.used): an op launches for `rows` and touches the rows used. The dtype of
+ * the activations is the backend's: F32 on the CPU, BF16 on a GPU (`activation`); sums are always fp32.
  * A row's result never depends on how many rows share a call, nor on its place among them. */
 #ifndef EPOCH_BACKEND_H
 #define EPOCH_BACKEND_H
@@ -19,9 +19,9 @@ typedef struct slots {
     tensor token;   /* I32 [slot_count, max_blocks * B]: prompt, then masks and committed tokens */
     tensor page;    /* I32 [slot_count, max_blocks]: the KV page of each block */
     tensor report;  /* U8 [slot_count, sizeof(slot_report)] */
-    tensor pace; /* I32 [patterns, steps]: how many positions iteration i of a block commits, in place of the decision
-                    rule; no data, as opened: the rule decides. Block b of slot s follows pattern
-                    (s + b * slot_count) % patterns. What benchmarks run at. */
+    tensor pace;    /* I32 [patterns, steps]: how many positions iteration i of a block commits, in place of the
+                       decision rule; no data, as opened: the rule decides. Block b of slot s follows pattern
+                       (s + b * slot_count) % patterns. What benchmarks run at. */
     int32_t slot_count, max_blocks;
 } slots;
 
@@ -78,8 +78,8 @@ typedef struct batch {
     tensor slot;     /* I32 [rows, 1], used: row_count */
     tensor role;     /* I32 [rows, 1], used: row_count; row_role */
     tensor span;     /* I32 [spans, 4], used: span_count; struct span */
-    tensor fresh; /* I32 [rows, 1], used: fresh_count; rows dispatched to routed experts, sealing rows among them (all
-                     rows with block_rule.dense_lane) */
+    tensor fresh;    /* I32 [rows, 1], used: fresh_count; rows dispatched to routed experts, sealing rows among them
+                        (all rows with block_rule.dense_lane) */
     tensor place;    /* I32 [rows, 1], used: row_count; where in `fresh` the row stands, -1: nowhere */
     tensor live;     /* I32 [rows, 1], used: live_count */
     tensor count;    /* I32 [4, 1]: row_count, span_count, fresh_count, live_count; what the `used` above point at */
@@ -174,7 +174,7 @@ typedef struct backend {
     dtype activation;     /* F32 or BF16 */
     char device[64];      /* the machine's name of what computes */
     double free_bytes;    /* of the device's memory, behind the opening; 0: not known */
-    int32_t timed_every;  /* where calls are recorded: one replay in so many is timed by phase, and stands for the others */
+    int32_t timed_every;  /* where calls are recorded: one replay in so many is timed by phase, and stands for others */
     const volatile int32_t *reached; /* where runs_ahead: in host memory, `through` of the newest add_norm or merge that
                                         began; -1: none yet. NULL where calls return when their work is done */
     bool runs_ahead;      /* calls return before their work is done: what a forward did is best read one forward late */
@@ -182,8 +182,8 @@ typedef struct backend {
     int64_t expert_tiles; /* row tiles that `experts` computed since it was opened; -1: this backend does not count */
 
     /* memory and time */
-    status (*reserve)(struct backend *b, void **slab, size_t bytes); /* zeroed; once per arena; pages
-                                                                        that nobody touches cost nothing on the CPU */
+    /* Zeroed; once per arena. Pages that nobody touches cost nothing on the CPU. FAILED: no memory. */
+    status (*reserve)(struct backend *b, void **slab, size_t bytes);
     void (*release)(struct backend *b, void *slab);
     /* dst[all rows, contiguous in src as `from`] converted to dst's dtype (F32, F16, BF16 among each other; I32 and U8
      * as they are). src is host memory and may be reused on return. */
@@ -191,9 +191,9 @@ typedef struct backend {
     /* dst[i, j] = scale * random_at(seed, i * cols + j) */
     status (*random)(struct backend *b, const tensor *dst, uint64_t seed, float scale);
     status (*download)(struct backend *b, void *dst, const tensor *src); /* all rows, contiguous, src's dtype */
-    /* Copies src (all rows, contiguous), as the work enqueued so far leaves it, into a box of host memory, 0 .. BOXES - 1,
-     * without waiting. fetch waits for the newest copy into that box, for nothing enqueued behind it, and takes it out:
-     * as many bytes as were posted. */
+    /* Copies src (all rows, contiguous), as the work enqueued so far leaves it, into a box of host memory,
+     * 0 .. BOXES - 1, without waiting. fetch waits for the newest copy into that box, for nothing enqueued behind it,
+     * and takes it out: as many bytes as were posted. */
     status (*post)(struct backend *b, int box, const tensor *src);
     status (*fetch)(struct backend *b, void *dst, int box);
     status (*sync)(struct backend *b);
@@ -241,8 +241,8 @@ typedef struct backend {
                      const slots *s, const attention_rule *r);
 
     /* the MoE layer; `layer` counts sparse layers from 0 */
-    status (*pack)(struct backend *b, tensor *packed, const tensor *full,
-                   const tensor *rows); /* packed[i] = full[rows[i]] */
+    /* packed[i] = full[rows[i]] */
+    status (*pack)(struct backend *b, tensor *packed, const tensor *full, const tensor *rows);
     /* From the router logits z F32 [fresh, E] of the packed fresh rows: tests each cohort's support, builds or rebuilds
      * it where the path or the test asks for it (README.md: Expert Atlas). bias F32 [1, E]. Does nothing unless
      * block_rule.restrict_experts. */
@@ -273,14 +273,15 @@ typedef struct backend {
     void (*close)(struct backend *b); /* accepts NULL */
 } backend;
 
-/* threads: 0, or more than the cores this process may run on: one for each of them. */
+/* threads: 0, or more than the cores this process may run on: one for each of them. FAILED: no memory, no thread. */
 status backend_cpu_open(backend **out, int threads);
 /* The GPU of that number among the visible ones, or the only visible one. BAD_INPUT: no driver or GPU, a driver too
- * old, a GPU that the program was not built for, several GPUs but fewer than ranks of this host. */
+ * old, a GPU that the program was not built for, several GPUs but fewer than ranks of this host. FAILED: no
+ * memory. */
 status backend_cuda_open(backend **out, int local_rank);
 /* How many GPUs are visible; 0 without a driver. */
 int backend_cuda_devices(void);
-/* PCI bus id of the GPU that backend_cuda_open would take; "": it would take none. The module's, until the next call. */
+/* PCI bus id of the GPU that backend_cuda_open would take; "": none. The module's, until the next call. */
 const char *backend_cuda_bus(int local_rank);
 /* What this GPU can do at most, measured in some milliseconds: bytes read and written a second by a copy, FLOP a second
  * by a product of 8192 x 8192 BF16 matrices. Wants 2 GB for the while. */

@@ -1,4 +1,4 @@
-/* What moves or combines rows one by one: embedding, SiLU, and the compact form of a shard. */
+/* What moves rows one by one: embedding, SiLU, and the compact form of a shard. */
 #include "src/cpu/cpu.h"
 #include "src/cpu/lanes.h"
 

@@ -39,8 +39,7 @@ typedef struct executor {
     void *record;          /* the backend's, of a forward, where the lane may be recorded */
     int spoiled;           /* a slot whose activations a test makes no numbers; -1, as opened: none */
     heartbeat *heart;      /* beats with every phase of a layer; NULL, as opened: nobody listens */
-    struct observer
-        *observer; /* sees every sparse layer's routed outputs (exec/observe.h); NULL, as opened: nobody looks */
+    struct observer *observer; /* sees every sparse layer's routed outputs (exec/observe.h); NULL, as opened: nobody */
     attention_rule attention;
     route_rule route;
     slots slots;

@@ -273,7 +273,8 @@ typedef struct backend {
     void (*close)(struct backend *b); /* accepts NULL */
 } backend;
 
-/* threads: 0, or more than the cores this process may run on: one for each of them. FAILED: no memory, no thread. */
+/* threads: 0, or more than the cores this process may run on: one for each of them. BAD_INPUT: fewer than
+ * 0. FAILED: no memory, or no thread. */
 status backend_cpu_open(backend **out, int threads);
 /* The GPU of that number among the visible ones, or the only visible one. BAD_INPUT: no driver or GPU, a driver too
  * old, a GPU that the program was not built for, several GPUs but fewer than ranks of this host. FAILED: no

@@ -114,8 +114,12 @@ static status read_schedule(int32_t **pace, int32_t *patterns, const char *path)
         if (json_integer_value(json_object_get(b, "given")) != 0)
             continue;
         for (size_t k = 0; k < steps && k < PATTERN_STEPS; k++) {
-            (*pace)[*patterns * PATTERN_STEPS + (int32_t)k] = (int32_t)json_integer_value(json_array_get(commits, k));
-            sum += (size_t)json_integer_value(json_array_get(commits, k));
+            json_int_t n = json_integer_value(json_array_get(commits, k));
+            if (n < 1 || n > TRIAL_BLOCK)
+                FAIL(BAD_INPUT, "%s: iteration %zu of block %zu commits %lld positions, want 1 to %d", path, k, i,
+                     (long long)n, TRIAL_BLOCK);
+            (*pace)[*patterns * PATTERN_STEPS + (int32_t)k] = (int32_t)n;
+            sum += (size_t)n;
         }
         if (sum != TRIAL_BLOCK)
             FAIL(BAD_INPUT, "%s: block %zu commits %zu positions, want %d", path, i, sum, TRIAL_BLOCK);
@@ -443,6 +447,8 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
         } else if (flag <= SEED) {
             TRY(parse_number(&n, name, optarg, 1, 1 << 20));
             *whole[flag - LAYERS] = (int32_t)n;
+            if (n != *whole[flag - LAYERS])
+                FAIL(BAD_INPUT, "--%s is \"%s\", want a whole number", name, optarg);
         } else if (flag == SKEW)
             TRY(parse_number(&a->skew, name, optarg, 0, 100));
         else

@@ -15,6 +15,7 @@ double job_now(void)
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
+
 static status describe(job *j, const char *command_line)
 {
     status st = OK;
@@ -188,9 +189,9 @@ status job_open(job *j, const char *command_line)
     if (st == OK && (!j->flight || !j->report || !j->audited || !j->log || !j->queue || !j->want ||
                      !j->note[0].pulses || !j->note[1].pulses))
         st = status_fail(FAILED, __FILE__, __LINE__, "out of memory");
+    if (st == OK && w->rank == 0)
+        st = progress_open(&j->progress, o->progress, j->total, j->done.done + j->done.failed);
     TRY(w->agree(w, st));
-    if (w->rank == 0)
-        TRY(progress_open(&j->progress, o->progress, j->total, j->done.done + j->done.failed));
 out:
     free(text);
     return st;

@@ -217,4 +217,3 @@ status job_reports(job *j)
 out:
     return st;
 }
-

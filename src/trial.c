@@ -117,7 +117,11 @@ static status open_batch(trial *x)
     TRY(plan_rules(&x->rule.block, &x->rule.atlas, &a->plan, s->config, slot_count));
     count_forwards(x);
     x->rule.max_tokens = a->prefix + x->blocks * BLOCK;
-    x->rule.page_count = slot_count * (x->rule.max_tokens / BLOCK);
+    int64_t pages = (int64_t)slot_count * (x->rule.max_tokens / BLOCK);
+    if (pages > INT32_MAX)
+        FAIL(BAD_INPUT, "%d sequences of %d positions have more blocks than a rank can number: lower --batch or "
+             "--prefix", slot_count, x->rule.max_tokens);
+    x->rule.page_count = (int32_t)pages;
     executor_rule most = x->rule;
     most.slot_count = deal_evenly(a->batch, s->world->size, 0);
     lane_rule lr = {.hidden = s->config->hidden,
@@ -435,11 +439,11 @@ status trial_run(bench_row *out, const trial_setup *s, const trial_ask *a)
     mine.seconds = x.seconds;
     memcpy(mine.part, x.part, sizeof mine.part);
     TRY(w->gather(w, all, &mine, sizeof mine));
-    *s->together = true;
     if (w->rank == 0) {
         fill(out, &x, all, w->size);
         TRY(taken(&x, &out->taken));
     }
+    *s->together = true;
     snprintf(out->lane, sizeof out->lane, "%s", x.lane->name);
 out:
     if (!*s->together && w->at_abort) /* nothing else would end what is under way between the ranks */

@@ -35,8 +35,8 @@ typedef struct trial_ask { /* of one row */
     int32_t blocks;
 } trial_ask;
 
-/* Every rank calls it; the row is whole at rank 0. Mode, support, and ratios are the caller's. FAILED: no memory, or
- * logits that are no numbers. */
+/* Every rank calls it; the row is whole at rank 0. Mode, support, and ratios are the caller's. BAD_INPUT: more
+ * positions than can be numbered. FAILED: no memory, logits that are no numbers, or what the transport says. */
 status trial_run(bench_row *out, const trial_setup *s, const trial_ask *a);
 
 #endif

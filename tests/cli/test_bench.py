@@ -104,6 +104,8 @@ def test_ranks():
 def test_refusals():
     bad = new("bad.json")
     bad.write_text('{"blocks": [{"given": 0, "commits": [3, 4]}]}')
+    still = new("still.json")
+    still.write_text('{"blocks": [{"given": 0, "commits": [16, 0, 16]}]}')
     empty = new("empty.json")
     empty.write_text('{"blocks": [{"given": 5, "commits": [27]}]}')
     for more, says in ((["--batch", "1,"], '--batch is "1,", want at most 16 numbers from 1 to 65536'),
@@ -113,6 +115,7 @@ def test_refusals():
                        (["--cohort", "-1"], '--cohort is "-1"'),
                        (["--skew", "much"], '--skew is "much", want a number from 0 to 100'),
                        (["--seed", "0"], '--seed is "0"'),
+                       (["--layers", "1.5"], '--layers is "1.5", want a whole number'),
                        (["--device", "gpu"], '--device is "gpu": no such choice'),
                        (["--what"], '"--what" is not understood'),
                        (["more"], '"more" is not an option'),
@@ -120,6 +123,10 @@ def test_refusals():
                        (["--shape", shape("d"), "--support", "1"], "--support is 1, want 2 to 16"),
                        (["--shape", shape("e"), "--support", "17"], "--support is 17, want 2 to 16"),
                        (["--shape", shape("f"), "--schedule", bad], "block 0 commits 7 positions, want 32"),
+                       (["--shape", shape("j"), "--schedule", still],
+                        "iteration 1 of block 0 commits 0 positions, want 1 to 32"),
+                       (["--shape", shape("k"), "--batch", 65536, "--prefix", 1048576],
+                        "65536 sequences of 1048608 positions have more blocks than a rank can number"),
                        (["--shape", shape("g"), "--schedule", empty], "no block of which nothing is given"),
                        (["--shape", shape("h"), "--schedule", "/nowhere"], "/nowhere"),
                        (["--shape", shape("i"), "--batch", 1, "--prefix", 0, "--iterations", 1, "--out", "/nowhere/a.h5"],

@@ -1,12 +1,17 @@
 /* Faults on purpose, for the tests of jobs that survive. Only the test program `epoch_faults` has them; elsewhere
  * the points are nothing.
  *
- *   EPOCH_FAULT=POINT:RANK:SIGNAL[:COUNT]  the process of RANK (of every rank: *) sends itself SIGNAL, or mpirun
- * -SIGNAL, when it passes POINT for the COUNT-th time (1) EPOCH_FAULT_DELAY=POINT:SECONDS        each passing of POINT
- * takes so long EPOCH_FAULT_ROW=ORDER                  the row of that order gets activations that are no numbers
- *   EPOCH_FAULT_PLAN=CAUSE                 miss, version, illegal, overdue or universe: each plan gives it a reason to
- * fall back (exec/executor.c)
- *   EPOCH_FAULT_LATE=0|1                   reports are read behind each forward, or one forward late (run.c) */
+ * EPOCH_FAULT=POINT:RANK:SIGNAL[:COUNT]
+ *     the process of RANK (of every rank: *) sends itself SIGNAL, or mpirun -SIGNAL, when it passes POINT for the
+ *     COUNT-th time (1)
+ * EPOCH_FAULT_DELAY=POINT:SECONDS
+ *     each passing of POINT takes so long
+ * EPOCH_FAULT_ROW=ORDER
+ *     the row of that order gets activations that are no numbers
+ * EPOCH_FAULT_PLAN=CAUSE
+ *     miss, version, illegal, overdue or universe: each plan gets a reason to fall back (exec/executor.c)
+ * EPOCH_FAULT_LATE=0|1
+ *     reports are read behind each forward, or one forward late (run.c) */
 #ifndef EPOCH_BASE_FAULT_H
 #define EPOCH_BASE_FAULT_H
 

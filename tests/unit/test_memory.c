@@ -12,6 +12,13 @@
 
 #define SHAPES EPOCH_SOURCE "/models/shapes/"
 
+/* Do the CUDA experts lose count with so many sequences a rank? They number 8 columns of every edge in 32 bits. */
+static bool too_many_edges(const model_config *c, const memory_ask *o)
+{
+    double rows = (2.0 * o->batch / o->ranks + o->prefill_blocks) * 32 * o->ranks;
+    return o->activation == BF16 && rows * c->top_k * c->hidden > 8.0 * (double)UINT32_MAX;
+}
+
 static memory_plan plan(const char *shape, memory_ask o, int32_t *largest)
 {
     model_config c;
@@ -25,7 +32,7 @@ static memory_plan plan(const char *shape, memory_ask o, int32_t *largest)
     assert_true(!*largest || at.total <= o.device_bytes); /* it fits, and one sequence a rank more does not */
     o.batch += o.ranks;
     assert_int_equal(memory_measure(&at, &c, &o), OK);
-    assert_true(at.total > o.device_bytes || o.activation == BF16); /* or the experts would lose count */
+    assert_true(at.total > o.device_bytes || too_many_edges(&c, &o));
     model_config_close(&c);
     return p;
 }
@@ -100,6 +107,7 @@ static void test_refusals(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_published_shapes), cmocka_unit_test(test_fits), cmocka_unit_test(test_refusals)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_published_shapes), cmocka_unit_test(test_fits),
+                                       cmocka_unit_test(test_refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

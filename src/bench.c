@@ -182,9 +182,14 @@ static void print_head(const trial_setup *s, const ask *a, const char *lane_name
     if (s->most.bytes > 0)
         printf("# ceilings measured here: %.2f TB/s copied, %.0f TFLOP/s multiplied (BF16, 8192)\n",
                s->most.bytes / 1e12, s->most.flops / 1e12);
-    printf("# floor, GB and TFLOP: src/cost.h; support -: as the Atlas builds it, or none; idle: slots that wait for "
-           "their "
-           "cohort\n");
+    printf("# floor (ms), GB and TFLOP: what an iteration needs at least (src/cost.h); %%: floor over ms/iter; rows, fresh, "
+           "live: of an\n# iteration; experts: different ones a layer; support -: as the Atlas builds it, or none; idle: "
+           "slots that wait for their cohort\n");
+    printf("# below each row, ms of every phase%s, from %s once more with clocks between%s\n",
+           s->most.bytes > 0 ? " and of its floor" : "", a->schedule ? "the same forwards" : "the first forwards",
+           s->gpu ? ": kernels that overlap are cut\n# apart, so that phases add up to more than ms/iter; shared runs "
+                    "beside route and coverage, and is what is left of it then"
+                  : "");
     printf("%-8s %6s %6s %6s %7s %8s %9s %9s %6s %9s %9s %6s %7s %7s %7s %7s %8s %8s\n", "mode", "prefix", "batch",
            "cohort", "support", "forwards", "ms/iter", "floor", "%", "ms/block", "tokens/s", "idle %", "rows", "fresh",
            "live", "experts", "GB", "TFLOP");
@@ -293,7 +298,7 @@ static void help(void)
         "  --iterations N     forwards timed without a schedule [20]\n"
         "  --skew X           a random router bias up to X, so that some experts are liked [0]\n"
         "  --seed N           of all that is random [1]\n"
-        "  --out FILE.h5      all of it as a table too\n");
+        "  --out FILE.h5      all of it as a table too; must not exist\n");
 }
 
 static status parse_number(double *out, const char *flag, const char *text, double low, double high)
@@ -518,13 +523,31 @@ out:
     return st;
 }
 
+/* Before the forwards, not after them. */
+static status check_out(const char *out)
+{
+    status st = OK;
+    const char *slash = strrchr(out, '/');
+    char folder[4096] = ".";
+    if (slash && (size_t)snprintf(folder, sizeof folder, "%.*s", (int)(slash - out) + 1, out) >= sizeof folder)
+        FAIL(BAD_INPUT, "%s: the path is too long", out);
+    if (access(out, F_OK) == 0)
+        FAIL(BAD_INPUT, "%s exists already: name another --out", out);
+    if (access(folder, W_OK) != 0)
+        FAIL(BAD_INPUT, "%s cannot be created: %s: %s; want a folder that exists and is writable", out, folder,
+             strerror(errno));
+out:
+    return st;
+}
+
 /* Shape, schedule and what the two must agree on; the same on every rank. */
 static status check(trial_setup *s, model_config *c, int32_t **pace, const ask *a)
 {
     status st = OK;
     TRY(find_shape(c, a->shape));
-    if (a->layers > 0 && a->layers < c->layers)
-        c->layers = a->layers;
+    if (a->layers > c->layers)
+        FAIL(BAD_INPUT, "--layers is %d, the shape has %d", a->layers, c->layers);
+    c->layers = a->layers ? a->layers : c->layers;
     c->dense_layers = c->dense_layers < c->layers ? c->dense_layers : c->layers;
     c->block_size = TRIAL_BLOCK;
     for (int32_t i = 0; i < a->support.count; i++)
@@ -667,6 +690,7 @@ status bench(world *w, int argc, char **argv, bool *together)
     }
     s.seed = (uint64_t)a.seed;
     TRY(w->agree(w, check(&s, &c, &pace, &a)));
+    TRY(w->agree(w, a.out && w->rank == 0 ? check_out(a.out) : OK));
     TRY(open_setup(&s, &a));
     TRY(run_and_save(&s, &a, argc, argv));
 out:

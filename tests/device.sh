@@ -134,6 +134,7 @@ sanitize_all() {
 }
 bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real decode
     local rc=0 pace="--schedule tests/bench/schedule.json"
+    rm -f "$out"/{full,full1024,epoch,cohorts}.h5
     $build/epoch bench --device cuda --out "$out/full.h5" || rc=1
     $build/epoch bench --device cuda --prefix 1024 --batch 1,512 --iterations 10 --out "$out/full1024.h5" || rc=1
     $build/epoch bench --device cuda --mode full,epoch --cohort 0 --batch 1,128,256,512 --support 64,0 --blocks 2 $pace \

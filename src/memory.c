@@ -132,7 +132,7 @@ status memory_bytes(double *out, const char *flag, const char *text)
     *out = strtod(text, &end);
     if (end != text && (*end == 'G' || *end == 'M') && !end[1])
         *out *= *end++ == 'G' ? 1e9 : 1e6;
-    if (end == text || *end || !(*out > 0))
+    if (end == text || *end || !(*out >= 1e6)) /* 80 is no device's bytes */
         FAIL(BAD_INPUT, "--%s is \"%s\", want a size such as 80G", flag, text);
 out:
     return st;
@@ -185,9 +185,11 @@ static void print_plan(const model_config *c, const memory_ask *o, const memory_
     printf("total        %9.3f GB of %.1f: %s\n", p->total / gb, o->device_bytes / gb,
            p->total <= o->device_bytes ? "it fits" : "it does not fit");
     if (largest)
-        printf("largest      batch %d\n", largest);
+        printf("largest      batch %d on %d x %.1f GB, %d positions a sequence\n", largest, o->ranks, o->device_bytes / gb,
+               o->context);
     else
-        printf("largest      none: the weights alone take %.1f GB a rank; take more ranks\n", p->weights / gb);
+        printf("largest      none on %d x %.1f GB: the weights alone take %.1f GB a rank; take more ranks\n", o->ranks,
+               o->device_bytes / gb, p->weights / gb);
 }
 
 status model_command(int argc, char **argv)

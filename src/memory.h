@@ -31,7 +31,7 @@ void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, 
 /* Does it fit into so many bytes? BAD_INPUT with the items and the flags that make them smaller. */
 status memory_fits(const memory_plan *p, double bytes);
 
-/* "80G", "141e9", "512M": bytes. BAD_INPUT names the flag. */
+/* "80G", "141e9", "512M": bytes, a million at least. BAD_INPUT names the flag. */
 status memory_bytes(double *out, const char *flag, const char *text);
 
 /* The plan for one job. BAD_INPUT: more ranks than experts. */

@@ -12,7 +12,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-scale-out}
-build=${BUILD:-build-device}
+build=${BUILD:-build-device} cuda=ON
 end=${LIMIT:-520}
 parts=${*:-build exact mini flash modes kill}
 mkdir -p "$out"
@@ -20,7 +20,7 @@ mkdir -p "$out"
 python=$(for p in python3 /usr/bin/python3; do "$p" -c 'import h5py' 2>/dev/null && echo "$p" && break; done)
 limit_rows=0 deadline=10 schedule="--schedule tests/bench/schedule.json"
 if [ -n "${DRY:-}" ]; then
-    ranks=${RANKS:-2} device=cpu transports=mpi limit_rows=6
+    ranks=${RANKS:-2} device=cpu transports=mpi limit_rows=6 build=${BUILD:-build-dry} cuda=OFF
     mini=models/tiny flash=models/tiny mini_batches=2,4 flash_batches=2 mode_batches=$((2 * ranks)) steps=2 memory=1G
     export OMPI_MCA_mpi_yield_when_idle=1
 else
@@ -32,7 +32,7 @@ else
 fi
 
 build_all() {
-    cmake -S . -B "$build" -G Ninja -DEPOCH_CUDA=ON ${PKG_CONFIG:+-DPKG_CONFIG_EXECUTABLE="$PKG_CONFIG"} &&
+    cmake -S . -B "$build" -G Ninja -DEPOCH_CUDA=$cuda ${PKG_CONFIG:+-DPKG_CONFIG_EXECUTABLE="$PKG_CONFIG"} &&
         cmake --build "$build" -j "$(nproc)" --target epoch
 }
 launch() { # launch N ARGUMENT...: the program on N ranks
@@ -130,7 +130,7 @@ decode_resume() {
 what="$(date -u +%Y-%m-%dT%H:%MZ), $(git describe --always --dirty 2>/dev/null || echo 'no git'), $ranks ranks"
 echo "# $what"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null
-export out build python ranks device transports limit_rows deadline schedule mini flash mini_batches flash_batches
+export out build cuda python ranks device transports limit_rows deadline schedule mini flash mini_batches flash_batches
 export mode_batches steps memory
 export -f pc build_all launch decode exact bench mini flash modes kill_one rows_of decode_resume
 if wanted build && [ -z "${BUILD:-}" ]; then

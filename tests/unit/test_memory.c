@@ -88,6 +88,7 @@ static void test_refusals(void **state)
     } bad[] = {
         {{"model", "--ranks", "0", shape}, "--ranks is \"0\", want a whole number"},
         {{"model", "--gpu-memory", "80T", shape}, "--gpu-memory is \"80T\", want a size such as 80G"},
+        {{"model", "--gpu-memory", "80", shape}, "--gpu-memory is \"80\", want a size such as 80G"},
         {{"model", "--ranks", "257", shape}, "257 ranks, but the model has 256 experts"},
         {{"model", "--what", shape}, "no such option"},
         {{"model"}, "want one checkpoint folder"},

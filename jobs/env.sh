@@ -10,7 +10,7 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 : "${EPOCH_MPIRUN:=mpirun -q --bind-to none}"          # ranks are not bound: their threads share the job's cores
 
 : "${EPOCH_HOME:=${SLURM_SUBMIT_DIR:-$PWD}}"           # this repository; sbatch is called in it
-: "${EPOCH:=$EPOCH_HOME/build/epoch}"
+: "${EPOCH:=$EPOCH_HOME/build/epoch}"                   # on GPUs: build-cuda/epoch, with EPOCH_OPTIONS="--device cuda"
 : "${EPOCH_MODEL:=$EPOCH_HOME/models/tiny}"
 : "${EPOCH_OUT_DIR:=$EPOCH_HOME/runs}"
 : "${EPOCH_RANKS:=${SLURM_NTASKS:-1}}"

@@ -64,10 +64,11 @@ typedef struct lane {
 
 /* The first two work in host memory: self for one rank, mpi for any number. They borrow rule->tree, the backend and the
  * world. All room is reserved here, for the worst case; what no row ever reaches is never touched, so where untouched
- * pages cost nothing the job pays for what it uses. Opening is not collective: agree on the status. */
+ * pages cost nothing the job pays for what it uses. Opening is not collective: agree on the status. FAILED: no memory.
+ */
 status lane_self_open(lane **out, const lane_rule *rule, backend *b);
 status lane_mpi_open(lane **out, const lane_rule *rule, backend *b, world *w);
-/* One rank on the CUDA backend: the rows stay where they are. */
+/* One rank on the CUDA backend: the rows stay where they are. FAILED: no memory. */
 status lane_self_cuda_open(lane **out, const lane_rule *rule, backend *b);
 
 /* The GPUs of all ranks, joined; every rank of the world calls it, before any rank may fail alone. All of it is over
@@ -78,13 +79,14 @@ typedef struct nccl_comm nccl_comm;
 status nccl_open(nccl_comm **out, world *w, backend *b, double deadline);
 void nccl_close(nccl_comm *n);
 /* Rows by grouped sends and receives, any number of ranks on any number of hosts. The host reads the counts of every
- * dispatch, so nothing is recorded. Borrows backend and communicator. */
+ * dispatch, so nothing is recorded. Borrows backend and communicator. FAILED: no memory, or more rows than the experts
+ * can take at once; agree on the status. */
 status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n);
 
 /* Rows by kernels that write straight into the memory of the other ranks' GPUs, which must all reach each other: one
  * host, or one NVLink domain. Nothing waits on the host. Every rank calls it at once. BAD_INPUT: a GPU does not reach
- * all others, too many ranks, a hidden size that is no multiple of 8. Close it when every rank's last combine is over.
- * Borrows backend and communicator. */
+ * all others, too many ranks, a hidden size that is no multiple of 8. FAILED: no memory; agree on the status. Close
+ * it when every rank's last combine is over. Borrows backend and communicator. */
 status lane_lsa_open(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n);
 
 #endif

@@ -38,13 +38,15 @@ typedef struct stage {
 /* Reads and checks everything that is cheap: config, headers, tokenizer, chat form, ids, rules, the deal of experts.
  * BAD_INPUT. Collective. The stage borrows options and world; stage_close in any case. */
 status stage_check(stage *s, const options *o, world *w);
-/* Opens the backend. */
+/* Opens the backend; errors as backend_cpu_open's and backend_cuda_open's. */
 status stage_device(stage *s);
-/* Joins the ranks' GPUs where there are several; collective, so every rank must have its device. */
+/* Joins the ranks' GPUs where there are several; collective, so every rank must have its device. Errors as nccl_open's.
+ */
 status stage_join(stage *s);
-/* Takes memory for this rank's weights and loads them. */
+/* Takes memory for this rank's weights and loads them. BAD_INPUT: the job does not fit into the device. FAILED: no
+ * memory, or a weight file cannot be read. */
 status stage_load(stage *s);
-/* Opens lane and executor; collective too. */
+/* Opens lane and executor; collective too. Errors as transport_open's and executor_open's. */
 status stage_connect(stage *s);
 void stage_close(stage *s);
 

@@ -115,9 +115,27 @@ static status open_joined(lane **out, const transport_ask *a, const lane_rule *r
 }
 #endif
 
+/* The CUDA experts number in 32 bits what they compute: eight columns, or one, of every edge that may arrive. */
+static status check_edges(const lane_rule *r)
+{
+    status st = OK;
+    double edges = (double)r->max_rows * r->tree->ranks * r->top_k;
+    if (edges * r->hidden > (r->hidden % 8 ? 1.0 : 8.0) * (double)UINT32_MAX)
+        FAIL(BAD_INPUT, "%lld rows from each of %d ranks are more than the experts can take at once: lower --batch or "
+             "--prefill-blocks", (long long)r->max_rows, r->tree->ranks);
+out:
+    return st;
+}
+
 status transport_open(lane **out, const transport_ask *a, const lane_rule *r, backend *b, world *w, nccl_comm *n)
 {
+    status st = OK;
+    *out = NULL;
+    if (a->cuda)
+        TRY(check_edges(r));
     if (alone(a))
         return open_self(out, a, r, b);
     return a->cuda ? open_joined(out, a, r, b, w, n) : lane_mpi_open(out, r, b, w);
+out:
+    return st;
 }

@@ -27,7 +27,8 @@ status transport_gpus(bool *out, world *w, const char *bus);
 
 /* Collective: joins the GPUs where the transport needs it. *out is NULL where it does not. Errors as nccl_open's. */
 status transport_join(nccl_comm **out, const transport_ask *a, world *w, backend *b);
-/* The lane; n as transport_join left it. Collective where GPUs are joined. Errors as those of its opening (lane.h). */
+/* The lane; n as transport_join left it. Collective where GPUs are joined. BAD_INPUT: more rows than a GPU's experts
+ * can take at once (the same on every rank); else errors as those of its opening (lane.h). */
 status transport_open(lane **out, const transport_ask *a, const lane_rule *r, backend *b, world *w, nccl_comm *n);
 /* Behind the lane's close; accepts NULL. */
 void transport_leave(nccl_comm *n);

@@ -95,8 +95,27 @@ static void test_a_gpu_each(void **state)
     assert_false(all);
 }
 
+/* Refused before anything is opened: the experts of a GPU count edges in 32 bits. */
+static void test_too_many_rows(void **state)
+{
+    (void)state;
+    const transport_ask ask = {.transport = TRANSPORT_LSA, .ranks = 8, .cuda = true, .joins = true};
+    lane_rule r = {.hidden = 4096, .top_k = 8};
+    lane *l;
+    sum_tree *t;
+    assert_int_equal(sum_tree_open(&t, 256, 8, 8), OK);
+    r.tree = t;
+    r.max_rows = 131072;
+    assert_int_equal(transport_open(&l, &ask, &r, NULL, NULL, NULL), BAD_INPUT);
+    assert_null(l);
+    assert_non_null(strstr(status_message(), "131072 rows from each of 8 ranks are more than the experts can take at "
+                                             "once: lower --batch or --prefill-blocks"));
+    sum_tree_close(t);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_choices), cmocka_unit_test(test_a_gpu_each)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_choices), cmocka_unit_test(test_a_gpu_each),
+                                       cmocka_unit_test(test_too_many_rows)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

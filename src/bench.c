@@ -2,6 +2,7 @@
 
 #include "results/bench_file.h"
 #include "src/base/json.h"
+#include "src/device.h"
 #include "src/options.h"
 #include "src/plan/scheduler.h"
 #include "src/trial.h"
@@ -468,50 +469,10 @@ out:
     return st;
 }
 
-#ifdef EPOCH_CUDA
-static status open_backend(trial_setup *s)
-{
-    return s->gpu ? backend_cuda_open(&s->backend, s->world->local_rank) : backend_cpu_open(&s->backend, 0);
-}
-
-static status measure_ceilings(trial_setup *s)
-{
-    return s->gpu ? backend_cuda_ceilings(s->backend, &s->most.bytes, &s->most.flops) : OK;
-}
-
-static const char *gpu(const world *w)
-{
-    return backend_cuda_bus(w->local_rank);
-}
-#else
-static status open_backend(trial_setup *s)
-{
-    return backend_cpu_open(&s->backend, 0);
-}
-
-static status measure_ceilings(trial_setup *s)
-{
-    (void)s;
-    return OK;
-}
-
-static const char *gpu(const world *w)
-{
-    (void)w;
-    return "";
-}
-#endif
-
 static status choose_device(trial_setup *s, const ask *a)
 {
     status st = OK;
-#ifndef EPOCH_CUDA
-    if (a->device == DEVICE_CUDA)
-        FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA (-DEPOCH_CUDA=ON)");
-#endif
-    if (a->device == DEVICE_AUTO && a->transport != TRANSPORT_MPI && (s->world->size == 1 || transport_joins()))
-        TRY(transport_gpus(&s->gpu, s->world, gpu(s->world)));
-    s->gpu |= a->device == DEVICE_CUDA;
+    TRY(device_choose(&s->gpu, s->world, a->device, a->transport != TRANSPORT_MPI));
     s->way = (transport_ask){.transport = a->transport,
                              .combine = a->combine == COMBINE_BF16 ? BF16 : F32,
                              .cuda = s->gpu,
@@ -574,9 +535,9 @@ static status open_setup(trial_setup *s, const ask *a)
     status st = OK;
     world *w = s->world;
     TRY(w->agree(w, choose_device(s, a)));
-    TRY(w->agree(w, open_backend(s)));
+    TRY(w->agree(w, device_open(&s->backend, w, s->gpu, 0)));
     TRY(w->agree(w, transport_join(&s->joined, &s->way, w, s->backend)));
-    TRY(w->agree(w, measure_ceilings(s)));
+    TRY(w->agree(w, device_ceilings(s->backend, s->gpu, &s->most.bytes, &s->most.flops)));
     weight_rule wr = {.matrices = s->gpu ? BF16 : F32, .tree = s->tree, .rank = w->rank};
     TRY(w->agree(w, weights_random(&s->weights, s->config, s->backend, &wr, (uint64_t)a->seed, (float)a->skew)));
 out:

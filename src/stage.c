@@ -1,12 +1,12 @@
 #include "src/stage.h"
 
+#include "src/device.h"
 #include "src/exec/audit.h"
 #include "src/memory.h"
 #include "src/model/safetensors.h"
 
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #define MASK_TEXT "<|mask|>"
 #define END_TEXT "<|endoftext|>"
@@ -81,49 +81,16 @@ out:
     return st;
 }
 
-#ifdef EPOCH_CUDA
-static const char *gpu(const world *w)
-{
-    return backend_cuda_bus(w->local_rank);
-}
-
-static status open_cuda(stage *s)
-{
-    return backend_cuda_open(&s->backend, s->world->local_rank);
-}
-#else /* never asked for: check_device refuses it */
-static const char *gpu(const world *w)
-{
-    (void)w;
-    return "";
-}
-
-static status open_cuda(stage *s)
-{
-    (void)s;
-    return FAILED;
-}
-#endif
-
-/* auto: a GPU where every rank has one of its own and this job can use it. */
+/* auto: GPUs where this job can use them. */
 static status check_device(stage *s)
 {
     status st = OK;
     const options *o = s->options;
-    int size = s->world->size;
-    bool may = o->device == DEVICE_AUTO && o->transport != TRANSPORT_MPI && o->weights != WEIGHTS_F32 &&
-               (size == 1 || transport_joins());
-#ifndef EPOCH_CUDA
-    if (o->device == DEVICE_CUDA)
-        FAIL(BAD_INPUT, "--device cuda: this program was built without CUDA (-DEPOCH_CUDA=ON)");
-#endif
-    if (may)
-        TRY(transport_gpus(&s->cuda, s->world, gpu(s->world)));
-    s->cuda |= o->device == DEVICE_CUDA;
+    TRY(device_choose(&s->cuda, s->world, o->device, o->transport != TRANSPORT_MPI && o->weights != WEIGHTS_F32));
     s->way = (transport_ask){.transport = o->transport,
                              .combine = o->combine == COMBINE_BF16 ? BF16 : F32,
                              .cuda = s->cuda,
-                             .ranks = size,
+                             .ranks = s->world->size,
                              .joins = transport_joins(),
                              .deadline = o->connect_timeout};
     TRY(transport_check(&s->way));
@@ -188,10 +155,7 @@ out:
 
 status stage_device(stage *s)
 {
-    const world *w = s->world;
-    long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    int threads = s->options->threads ? s->options->threads : cores > w->local_size ? (int)(cores / w->local_size) : 1;
-    status st = s->cuda ? open_cuda(s) : backend_cpu_open(&s->backend, threads);
+    status st = device_open(&s->backend, s->world, s->cuda, s->options->threads);
     if (st == OK && s->heart)
         atomic_store(&s->heart->reached, s->backend->reached);
     return st;

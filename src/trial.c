@@ -1,5 +1,6 @@
 #include "src/trial.h"
 
+#include "src/device.h"
 #include "src/memory.h"
 #include "src/plan/scheduler.h"
 
@@ -358,20 +359,6 @@ out:
 
 /* ---- the row */
 
-#ifdef EPOCH_CUDA
-static status taken(const trial *x, double *bytes)
-{
-    return x->with->gpu ? backend_cuda_taken(x->with->backend, bytes) : OK;
-}
-#else
-static status taken(const trial *x, double *bytes)
-{
-    (void)x;
-    (void)bytes;
-    return OK;
-}
-#endif
-
 static double planned(const trial *x)
 {
     memory_plan p;
@@ -441,7 +428,7 @@ status trial_run(bench_row *out, const trial_setup *s, const trial_ask *a)
     TRY(w->gather(w, all, &mine, sizeof mine));
     if (w->rank == 0) {
         fill(out, &x, all, w->size);
-        TRY(taken(&x, &out->taken));
+        TRY(device_taken(s->backend, s->gpu, &out->taken));
     }
     *s->together = true;
     snprintf(out->lane, sizeof out->lane, "%s", x.lane->name);

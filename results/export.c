@@ -320,6 +320,20 @@ static const char help[] =
     "  --dataset NAME       only this dataset of the file\n"
     "  --model-id NAME      mtbench: the model's name (the last part of its path)\n";
 
+/* Answers would be lost: an older export may be replaced, a results file may not. */
+static status spare_results(const char *out)
+{
+    status st = OK;
+    char start[8] = "";
+    FILE *f = fopen(out, "rb");
+    if (f && fread(start, 1, sizeof start, f) == sizeof start && memcmp(start, "\211HDF\r\n\032\n", sizeof start) == 0)
+        FAIL(BAD_INPUT, "--out %s is an HDF5 file: name another", out);
+out:
+    if (f)
+        fclose(f);
+    return st;
+}
+
 status export_command(int argc, char **argv)
 {
     status st = OK;
@@ -362,6 +376,8 @@ status export_command(int argc, char **argv)
         FAIL(BAD_INPUT, "export: want one FILE.h5, found %d; epoch export --help", argc - optind);
     if (o.format == EXPORT_FORMATS)
         FAIL(BAD_INPUT, "export: --format is missing: jsonl, humaneval, lm-eval or mtbench");
+    if (out)
+        TRY(spare_results(out));
     TRY(results_read(&f, argv[optind]));
     if (out && !(to = fopen(out, "w")))
         FAIL(FAILED, "%s: %s", out, strerror(errno));

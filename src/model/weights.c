@@ -454,7 +454,9 @@ status weights_random(weights **out, const model_config *c, backend *b, const we
         FAIL(FAILED, "out of memory");
     w->layer_count = c->layers;
     w->bytes = weights_bytes(c, r);
-    TRY(b->reserve(b, &slab, w->bytes));
+    if (b->reserve(b, &slab, w->bytes) != OK)
+        FAIL(FAILED, "weights: no room for this rank's %.1f GB (more ranks share them; --layers takes fewer): %s",
+             (double)w->bytes / 1e9, status_message());
     w->owner = b;
     w->arena = (arena){.name = "weights", .slab = slab, .bytes = w->bytes};
     lay(w, &w->arena, c, r);

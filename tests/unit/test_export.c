@@ -201,6 +201,8 @@ static void test_command(void **state)
     assert_string_equal(line, "{\"task_id\": \"Demo/0\", \"completion\": \"\\n    return n % 2 == 0\"}\n");
     fclose(f);
 
+    char onto[600];
+    snprintf(onto, sizeof onto, "--out=%s", in);
     const struct {
         const char *a, *b, *c;
         status st;
@@ -210,7 +212,9 @@ static void test_command(void **state)
                  {"--format", "jsonl", "--bogus", BAD_INPUT, "--bogus is unknown"},
                  {"--format=jsonl", "x", "y", BAD_INPUT, "want one FILE.h5, found 2"},
                  {"--format=jsonl", "--dataset=none", in, BAD_INPUT, "no row of dataset none fits --format jsonl"},
-                 {"--format=jsonl", "--out=/nonexistent/x", in, FAILED, "/nonexistent/x: No such file"}};
+                 {"--format=jsonl", "--out=/nonexistent/x", in, FAILED, "/nonexistent/x: No such file"},
+                 {"--format=jsonl", onto, in, BAD_INPUT, "is an HDF5 file: name another"},
+                 {"--format=jsonl", "--dataset=none", in, BAD_INPUT, "no row of dataset none"}}; /* it is still there */
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         char *argv[] = {"export", (char *)wrong[i].a, (char *)wrong[i].b, (char *)wrong[i].c, NULL};
         assert_int_equal(export_command(4, argv), wrong[i].st);

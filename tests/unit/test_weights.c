@@ -458,6 +458,9 @@ static void test_no_room(void **state)
              "weights: no room for this rank's %zu bytes (on more ranks each holds fewer experts): no room for",
              weights_bytes(&m.config, &m.rule));
     assert_non_null(strstr(status_message(), message));
+    assert_int_equal(weights_random(&m.w, &m.config, &m.backend, &m.rule, 1, 0), FAILED);
+    assert_null(m.w);
+    assert_non_null(strstr(status_message(), "(more ranks share them; --layers takes fewer): no room for"));
     unload(&m);
 }
 

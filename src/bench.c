@@ -87,7 +87,11 @@ static status find_shape(model_config *c, const char *name)
         c->groups = c->top_groups = 1;
         return OK;
     }
-    return stat(name, &is) == 0 && S_ISREG(is.st_mode) ? model_config_read(c, name) : model_config_open(c, name);
+    if (stat(name, &is) != 0)
+        return status_fail(BAD_INPUT, __FILE__, __LINE__,
+                           "--shape is \"%s\", want llada2-mini, llada2-flash, llada-moe, a config.json, or its folder",
+                           name);
+    return S_ISREG(is.st_mode) ? model_config_read(c, name) : model_config_open(c, name);
 }
 
 static bool stand_in(const ask *a)

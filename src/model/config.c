@@ -61,7 +61,7 @@ static status read_text(char **out, size_t *length, const char *path)
     if (!text)
         FAIL(FAILED, "out of memory");
     if (!f)
-        FAIL(BAD_INPUT, "%s: %s", path, strerror(errno));
+        FAIL(BAD_INPUT, "%s: %s; want a folder that holds a model's config.json", path, strerror(errno));
     *length = fread(text, 1, FILE_MOST + 1, f);
     if (ferror(f))
         FAIL(BAD_INPUT, "%s: cannot be read: %s", path, strerror(errno));

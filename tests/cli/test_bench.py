@@ -119,7 +119,7 @@ def test_refusals():
                        (["--device", "gpu"], '--device is "gpu": no such choice'),
                        (["--what"], '"--what" is not understood'),
                        (["more"], '"more" is not an option'),
-                       (["--shape", "llada3"], "llada3/config.json"),
+                       (["--shape", "llada3"], '--shape is "llada3", want llada2-mini, '),
                        (["--shape", shape("d"), "--support", "1"], "--support is 1, want 2 to 16"),
                        (["--shape", shape("e"), "--support", "17"], "--support is 17, want 2 to 16"),
                        (["--shape", shape("f"), "--schedule", bad], "block 0 commits 7 positions, want 32"),

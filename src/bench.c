@@ -187,9 +187,9 @@ static void print_head(const trial_setup *s, const ask *a, const char *lane_name
     if (s->most.bytes > 0)
         printf("# ceilings measured here: %.2f TB/s copied, %.0f TFLOP/s multiplied (BF16, 8192)\n",
                s->most.bytes / 1e12, s->most.flops / 1e12);
-    printf("# floor (ms), GB and TFLOP: what an iteration needs at least (src/cost.h); %%: floor over ms/iter; rows, fresh, "
-           "live: of an\n# iteration; experts: different ones a layer; support -: as the Atlas builds it, or none; idle: "
-           "slots that wait for their cohort\n");
+    printf("# floor (ms), GB and TFLOP: what an iteration needs at least (src/cost.h); %%: floor over ms/iter\n"
+           "# rows, fresh, live: of an iteration; experts: different ones a layer; support -: as the Atlas builds it,\n"
+           "# or none; idle: slots that wait for their cohort\n");
     printf("# below each row, ms of every phase%s, from %s once more with clocks between%s\n",
            s->most.bytes > 0 ? " and of its floor" : "", a->schedule ? "the same forwards" : "the first forwards",
            s->gpu ? ": kernels that overlap are cut\n# apart, so that phases add up to more than ms/iter; shared runs "

@@ -185,8 +185,8 @@ static void print_plan(const model_config *c, const memory_ask *o, const memory_
     printf("total        %9.3f GB of %.1f: %s\n", p->total / gb, o->device_bytes / gb,
            p->total <= o->device_bytes ? "it fits" : "it does not fit");
     if (largest)
-        printf("largest      batch %d on %d x %.1f GB, %d positions a sequence\n", largest, o->ranks, o->device_bytes / gb,
-               o->context);
+        printf("largest      batch %d on %d x %.1f GB, %d positions a sequence\n", largest, o->ranks,
+               o->device_bytes / gb, o->context);
     else
         printf("largest      none on %d x %.1f GB: the weights alone take %.1f GB a rank; take more ranks\n", o->ranks,
                o->device_bytes / gb, p->weights / gb);

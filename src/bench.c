@@ -237,11 +237,13 @@ static void print_row(const bench_row *r, int ranks)
     if (!isnan(r->taken))
         printf("         memory: %.2f GB taken, %.2f planned\n", r->taken / 1e9, r->planned / 1e9);
     if (r->dispatched > 0) {
-        double there = r->phase_ms[PHASE_DISPATCH], back = r->phase_ms[PHASE_COMBINE];
+        double there = r->phase_ms[PHASE_DISPATCH], back = r->phase_ms[PHASE_COMBINE], all = 0;
+        for (int p = 0; p < PHASES; p++)
+            all += r->phase_ms[p]; /* of the same pass: it may take longer than r->ms */
         printf(
-            "         lane: %.1f %% of an iteration; all ranks' rows %.3f MB, sums back %.3f MB; %.1f and %.1f GB/s a "
+            "         lane: %.1f %% of the phases; all ranks' rows %.3f MB, sums back %.3f MB; %.1f and %.1f GB/s a "
             "rank\n",
-            100 * (there + back) / r->ms, r->dispatched / 1e6, r->combined / 1e6, r->dispatched / ranks / there / 1e6,
+            100 * (there + back) / all, r->dispatched / 1e6, r->combined / 1e6, r->dispatched / ranks / there / 1e6,
             r->combined / ranks / back / 1e6);
     }
     if (!isnan(r->ratio)) {

@@ -66,7 +66,7 @@ status memory_fits(const memory_plan *p, double bytes)
         FAIL(
             BAD_INPUT,
             "this job takes %.2f GB of each device, %.2f are there: weights %.2f (more ranks share them), KV pool %.2f "
-            "(--kv-tokens), slots %.2f (--batch), activations %.2f, lane %.2f and scratch %.2f (--batch, "
+            "(--kv-tokens) (bench: --prefix), slots %.2f (--batch), activations %.2f, lane %.2f and scratch %.2f (--batch, "
             "--prefill-blocks)",
             p->total / gb, bytes / gb, p->weights / gb, p->kv / gb, p->slots / gb, p->activations / gb, p->lane / gb,
             p->scratch / gb);

@@ -380,7 +380,7 @@ status export_command(int argc, char **argv)
         TRY(spare_results(out));
     TRY(results_read(&f, argv[optind]));
     if (out && !(to = fopen(out, "w")))
-        FAIL(FAILED, "%s: %s", out, strerror(errno));
+        FAIL(BAD_INPUT, "--out %s: %s", out, strerror(errno));
     TRY(export_rows(f, &o, to, stderr));
 out:
     if (to && to != stdout && fclose(to) != 0 && st == OK)

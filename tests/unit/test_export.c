@@ -212,7 +212,7 @@ static void test_command(void **state)
                  {"--format", "jsonl", "--bogus", BAD_INPUT, "--bogus is unknown"},
                  {"--format=jsonl", "x", "y", BAD_INPUT, "want one FILE.h5, found 2"},
                  {"--format=jsonl", "--dataset=none", in, BAD_INPUT, "no row of dataset none fits --format jsonl"},
-                 {"--format=jsonl", "--out=/nonexistent/x", in, FAILED, "/nonexistent/x: No such file"},
+                 {"--format=jsonl", "--out=/nonexistent/x", in, BAD_INPUT, "--out /nonexistent/x: No such file"},
                  {"--format=jsonl", onto, in, BAD_INPUT, "is an HDF5 file: name another"},
                  {"--format=jsonl", "--dataset=none", in, BAD_INPUT, "no row of dataset none"}}; /* it is still there */
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {

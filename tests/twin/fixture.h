@@ -162,4 +162,34 @@ static inline void fixture_batch(fixture *f, const fixture_block *block, int blo
     in->fresh.used = &f->count[2];
 }
 
+/* The ids and weights as the rank of e gets them: only its own edges, moved to the front. */
+static inline void fixture_rank_edges(tensor *to, tensor *to_weights, const tensor *ids, const tensor *weights,
+                                      const expert_set *e)
+{
+    for (int64_t i = 0; i < ids->rows; i++) {
+        int n = 0;
+        for (int64_t j = 0; j < ids->cols; j++)
+            if (int_at(ids, i)[j] >= e->first && int_at(ids, i)[j] < e->first + e->count) {
+                int_at(to, i)[n] = int_at(ids, i)[j];
+                at(to_weights, i)[n++] = at(weights, i)[j];
+            }
+        for (; n < ids->cols; n++) {
+            int_at(to, i)[n] = -1;
+            at(to_weights, i)[n] = 0;
+        }
+    }
+}
+
+/* Masks of every slot. fresh: live rows always; of the decoded ones some; in trial 2 all, in trial 4 none. */
+static inline void fixture_masks(fixture *f, int trial)
+{
+    int size = f->block_size;
+    for (int i = 0; i < f->s.slot_count; i++) {
+        uint64_t decoded = ((uint64_t)rand() << 33 ^ (uint64_t)rand()) & slot_mask(size);
+        uint64_t some = trial == 2 ? ~0ull : trial == 4 ? 0 : (uint64_t)rand() << 33 ^ (uint64_t)rand();
+        f->slot[i].decoded = decoded;
+        f->slot[i].fresh = (~decoded | some) & slot_mask(size);
+    }
+}
+
 #endif

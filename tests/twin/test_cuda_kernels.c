@@ -225,23 +225,6 @@ static expert_set rank_set(const tensor *gate_up, const tensor *down, const sum_
                         .rank = rank};
 }
 
-/* The edges of one rank, moved to the front. */
-static void rank_edges(tensor *to, tensor *to_weights, const tensor *ids, const tensor *weights, const expert_set *e)
-{
-    for (int64_t i = 0; i < ids->rows; i++) {
-        int n = 0;
-        for (int64_t j = 0; j < ids->cols; j++)
-            if (int_at(ids, i)[j] >= e->first && int_at(ids, i)[j] < e->first + e->count) {
-                int_at(to, i)[n] = int_at(ids, i)[j];
-                at(to_weights, i)[n++] = at(weights, i)[j];
-            }
-        for (; n < ids->cols; n++) {
-            int_at(to, i)[n] = -1;
-            at(to_weights, i)[n] = 0;
-        }
-    }
-}
-
 /* All units of all ranks, folded: sum [rows, hidden]. NULL where a unit must not have been written. */
 static void gpu_layer(tensor *sum, const tensor *x, const tensor *gate_up, const tensor *down, const tensor *ids,
                       const tensor *weights, const layer *l, int ranks)
@@ -256,7 +239,7 @@ static void gpu_layer(tensor *sum, const tensor *x, const tensor *gate_up, const
         expert_set e = rank_set(gate_up, down, t, l, r);
         tensor mine = fixture_ints(rows + SPARE, l->top_k), my = fixture_tensor(rows + SPARE, l->top_k, 1);
         tensor part = fixture_tensor((rows + SPARE) * units, l->hidden, 1), counter = tensor_of(&used, I32, 1, 1);
-        rank_edges(&mine, &my, ids, weights, &e); /* spare rows keep expert 0: they are not used */
+        fixture_rank_edges(&mine, &my, ids, weights, &e); /* spare rows keep expert 0: they are not used */
         fill(&part, 0, untouched);
         tensor in = *x, mine_m = mirror_same(&mine), my_m = mirror_same(&my), part_m = mirror_same(&part);
         tensor there = mirror_same(&counter);

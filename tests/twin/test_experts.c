@@ -48,21 +48,6 @@ static void draw_edges(tensor *ids, tensor *weights, const struct layer *l, int 
     }
 }
 
-/* The ids as a rank gets them: only its own, moved to the front. */
-static void rank_edges(tensor *to, tensor *to_weights, const tensor *ids, const tensor *weights, const expert_set *e)
-{
-    for (int64_t i = 0; i < ids->rows; i++) {
-        int n = 0;
-        for (int64_t j = 0; j < ids->cols; j++)
-            if (int_at(ids, i)[j] >= e->first && int_at(ids, i)[j] < e->first + e->count) {
-                int_at(to, i)[n] = int_at(ids, i)[j];
-                at(to_weights, i)[n++] = at(weights, i)[j];
-            }
-        for (; n < ids->cols; n++)
-            int_at(to, i)[n] = -1;
-    }
-}
-
 /* Gate and up are sums of H products of numbers below 1: off by at most a = (H + 1) 2^-24 H. |silu'| < 1.1 and both are
  * at most H, so their product is off by at most 2.1 a H + 2^-21 H^2, a down sum by I times that and (I + 1) 2^-24 of
  * its magnitude. Random numbers stay far below these worst cases; a thousandth of them is asserted. */
@@ -122,7 +107,7 @@ static void test_layers(void **state)
                         expert_set e = rank_set(&m, t, l, r);
                         int units = t->rank_unit[r + 1] - t->rank_unit[r];
                         tensor part = tensor_rows(&y, rows * t->rank_unit[r], rows * units);
-                        rank_edges(&mine, &my_weights, &ids, &weights, &e);
+                        fixture_rank_edges(&mine, &my_weights, &ids, &weights, &e);
                         assert_int_equal(b->experts(b, &part, &x, &mine, &my_weights, &e), OK);
                     }
                     float *scratch = malloc((size_t)sum_tree_scratch(t) * (size_t)l->hidden * sizeof *scratch);

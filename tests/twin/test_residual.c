@@ -69,12 +69,7 @@ static void test_merge(void **state)
             block_rule k = {.block_size = here, .cohort = 1, .dense_lane = dense};
             fixture f;
             fixture_open(&f, SLOTS, 4, here);
-            for (int i = 0; i < SLOTS; i++) {
-                f.slot[i].decoded = ((uint64_t)rand() << 33 ^ (uint64_t)rand()) & slot_mask(here);
-                /* fresh: live rows always; of the decoded ones some; in trial 2 all, in trial 4 none */
-                uint64_t some = trial == 2 ? ~0ull : trial == 4 ? 0 : (uint64_t)rand() << 33 ^ (uint64_t)rand();
-                f.slot[i].fresh = (~f.slot[i].decoded | some) & slot_mask(here);
-            }
+            fixture_masks(&f, trial);
             const fixture_block blocks[] = {{0, 1, true}, {0, 2, false}, {1, 3, false}, {3, 0, false}};
             fixture_batch(&f, blocks, trial == 6 ? 0 : 4, dense);
             tensor packed = fixture_tensor(f.count[2], HIDDEN, 1), shared = fixture_tensor(4 * here, HIDDEN, 1);

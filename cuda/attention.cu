@@ -333,7 +333,7 @@ static __device__ __forceinline__ void attend_values(float (&o)[HEAD / 2], const
 {
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++)
-        product_across(o, p[i], operand_across(v + (uint32_t)i * 2 * ATOM, HALF), i > 0 ? 1 : add);
+        product_across<128>::run(o, p[i], operand_across(v + (uint32_t)i * 2 * ATOM, HALF), i > 0 ? 1 : add);
 }
 
 /* The chunk that step t belongs to is complete in o and r: o, and all, become what the chunks up to it have come to.

@@ -183,7 +183,7 @@ static __global__ void __launch_bounds__(FEW_THREADS)
     let_next();
     const int box = (int)blockIdx.x * (outs / (GATED ? 16 : 8));
     if (warp == 4) { /* lane i asks for a stage's half i */
-        gemm_place p = {0, 1};
+        ring_place p = {0, 1};
         for (int k = 0; k < all && k < stages; k++) {
             if (lane == 0)
                 barrier_expect(full + 8 * (uint32_t)k, (uint32_t)((2 * k + 1 < steps ? 2 : 1) * outs * TILE_ROW));
@@ -210,12 +210,12 @@ static __global__ void __launch_bounds__(FEW_THREADS)
                     barrier_expect(done, (uint32_t)(halves * N * TILE_ROW));
                 if (lane < halves)
                     copy_box2(to + (uint32_t)(token_at + lane * N * TILE_ROW), &rows, done, column, first);
-                gemm_next(p, stages);
+                ring_next(p, stages);
             }
         return;
     }
     float acc[GEMM_TOKENS / 2];
-    gemm_place p = {0, 0};
+    ring_place p = {0, 0};
     const uint32_t out = ring + FEW_RING;
     enum { CHUNKS = GATED ? 4 : 8 };
     const int me = (int)threadIdx.x, wide = outs / (GATED ? 16 : 8); /* chunks of 16 bytes a token */
@@ -244,7 +244,7 @@ static __global__ void __launch_bounds__(FEW_THREADS)
                     barrier_arrive(empty + 8 * (uint32_t)before);
             }
             before = p.stage;
-            gemm_next(p, stages);
+            ring_next(p, stages);
         }
         products_wait<0>();
         hold(acc);

@@ -121,26 +121,26 @@ template <int THREADS> static __device__ __forceinline__ float block_sum(float x
     return sum;
 }
 
+/* The sum of x over the lanes up to this one, which is `lane`. */
+template <typename T> static __device__ __forceinline__ T warp_prefix(T x, int lane)
+{
+    for (int step = 1; step < WARP; step *= 2) {
+        T other = __shfl_up_sync(EVERY_LANE, x, step);
+        x += lane >= step ? other : 0;
+    }
+    return x;
+}
+
 /* Exclusive prefix sums over a block of 1024 threads, all of which call; *total: of all. room: a number a warp. */
 static inline __device__ uint64_t block_prefix(uint64_t x, uint64_t *total, uint64_t *room)
 {
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    uint64_t sum = x;
-    for (int d = 1; d < WARP; d *= 2) {
-        uint64_t y = __shfl_up_sync(EVERY_LANE, sum, d);
-        sum += lane >= d ? y : 0;
-    }
+    uint64_t sum = warp_prefix(x, lane);
     if (lane == WARP - 1)
         room[warp] = sum;
     __syncthreads();
-    if (warp == 0) {
-        uint64_t w = room[lane];
-        for (int d = 1; d < WARP; d *= 2) {
-            uint64_t y = __shfl_up_sync(EVERY_LANE, w, d);
-            w += lane >= d ? y : 0;
-        }
-        room[lane] = w;
-    }
+    if (warp == 0)
+        room[lane] = warp_prefix(room[lane], lane);
     __syncthreads();
     uint64_t before = warp > 0 ? room[warp - 1] : 0;
     *total = room[WARP - 1];

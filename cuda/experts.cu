@@ -31,11 +31,7 @@ enum {
 static __device__ __forceinline__ int32_t sum_before(int32_t x, int32_t *sums)
 {
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
-    int32_t sum = x;
-    for (int step = 1; step < WARP; step *= 2) {
-        int32_t other = __shfl_up_sync(EVERY_LANE, sum, step);
-        sum += lane >= step ? other : 0;
-    }
+    int32_t sum = warp_prefix(x, lane);
     if (lane == WARP - 1)
         sums[warp] = sum;
     __syncthreads();

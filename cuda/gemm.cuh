@@ -79,20 +79,6 @@ static __device__ __forceinline__ int gemm_width(int rows)
     return rows <= 8 ? 8 : (rows + 15) & ~15;
 }
 
-/* A ring position: stage and the parity of its pass. */
-typedef struct gemm_place {
-    int stage;
-    uint32_t parity;
-} gemm_place;
-
-static __device__ __forceinline__ void gemm_next(gemm_place &p, int stages)
-{
-    if (++p.stage == stages) {
-        p.stage = 0;
-        p.parity ^= 1;
-    }
-}
-
 typedef struct gemm_ring {
     uint32_t at;          /* of the ring */
     uint32_t full, empty; /* barriers, 8 bytes a stage */
@@ -117,7 +103,7 @@ static __device__ void gemm_feed_weights(const OP &op, const gemm_shape &s, cons
                                          const gemm_maps &maps)
 {
     const CUtensorMap *map = s.outs == 64 ? &maps.weights : &maps.narrow;
-    gemm_place p = {0, 1};
+    ring_place p = {0, 1};
     for (int t = (int)blockIdx.x; t < s.tiles; t += (int)gridDim.x) {
         gemm_tile tile = op.tile(s, t);
         uint32_t bytes = (uint32_t)(tile.blocks * tile.outs) * TILE_ROW;
@@ -128,7 +114,7 @@ static __device__ void gemm_feed_weights(const OP &op, const gemm_shape &s, cons
             if (threadIdx.x == 0)
                 barrier_expect(full, bytes);
             gemm_ask_weights<OP>(tile, map, to, full, k);
-            gemm_next(p, ring.stages);
+            ring_next(p, ring.stages);
         }
     }
 }
@@ -138,7 +124,7 @@ template <class OP>
 static __device__ void gemm_feed_tokens(const OP &op, const gemm_shape &s, const gemm_ring &ring, const gemm_maps &maps)
 {
     const int lane = (int)threadIdx.x % WARP;
-    gemm_place p = {0, 1};
+    ring_place p = {0, 1};
     for (int t = (int)blockIdx.x; t < s.tiles; t += (int)gridDim.x) {
         gemm_tile tile = op.tile(s, t);
         int width = gemm_width(tile.rows), large = width / 64, boxes = large + (width % 64 + 15) / 16;
@@ -154,7 +140,7 @@ static __device__ void gemm_feed_tokens(const OP &op, const gemm_shape &s, const
                 barrier_expect(full, bytes);
             if (lane < boxes)
                 copy_box2(to, map, full, k * TILE_K, tile.first + row);
-            gemm_next(p, ring.stages);
+            ring_next(p, ring.stages);
         }
     }
 }
@@ -164,7 +150,7 @@ static __device__ void gemm_feed_tokens(const OP &op, const gemm_shape &s, const
 template <class OP> static __device__ void gemm_feed_scattered(const OP &op, const gemm_shape &s, const gemm_ring &ring)
 {
     enum { WARPS = 3, EACH = (GEMM_TOKENS / 8 + WARPS - 1) / WARPS };
-    gemm_place p = {0, 1};
+    ring_place p = {0, 1};
     const int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP - 1, row = lane >> 3, chunk = lane & 7;
     const uint32_t at = ring.at + (uint32_t)(ring.token_at + warp * ATOM + row * TILE_ROW + ((chunk ^ row) << 4));
     const uint32_t second = (uint32_t)(4 * TILE_ROW) + ((chunk ^ row) & 4 ? -64u : 64u); /* chunk ^ (row + 4) */
@@ -192,7 +178,7 @@ template <class OP> static __device__ void gemm_feed_scattered(const OP &op, con
             }
             copies_arrive(ring.full + 8 * (uint32_t)p.stage);
             x += TILE_ROW / 16;
-            gemm_next(p, ring.stages);
+            ring_next(p, ring.stages);
         }
     }
 }
@@ -205,7 +191,7 @@ static __device__ __forceinline__ void gemm_release(const gemm_ring &ring, int s
 
 /* One tile's products of one warpgroup. */
 template <class OP, int N, int COUNT>
-static __device__ __forceinline__ void gemm_multiply(float (&acc)[COUNT], const gemm_ring &ring, gemm_place &p,
+static __device__ __forceinline__ void gemm_multiply(float (&acc)[COUNT], const gemm_ring &ring, ring_place &p,
                                                      int steps, int side)
 {
     int before = 0;
@@ -225,7 +211,7 @@ static __device__ __forceinline__ void gemm_multiply(float (&acc)[COUNT], const 
             gemm_release(ring, before);
         }
         before = p.stage;
-        gemm_next(p, ring.stages);
+        ring_next(p, ring.stages);
     }
     products_wait<0>();
     hold(acc);
@@ -241,7 +227,7 @@ static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gem
     float *factor = (float *)(room + at::AT_FACTOR) + side * GEMM_TOKENS;
     uint32_t out = shared_at(room + at::AT_OUT) + (uint32_t)(side * at::OUT);
     const int me = (int)threadIdx.x % 128;
-    gemm_place p = {0, 0};
+    ring_place p = {0, 0};
     int t = (int)blockIdx.x;
     gemm_tile tile = op.tile(s, t);
     while (t < s.tiles) {
@@ -293,7 +279,7 @@ static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gem
             for (int k = 0; k < s.steps; k++) {
                 barrier_wait(ring.full + 8 * (uint32_t)p.stage, p.parity);
                 gemm_release(ring, p.stage);
-                gemm_next(p, ring.stages);
+                ring_next(p, ring.stages);
             }
         }
         tile = next;

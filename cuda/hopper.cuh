@@ -202,6 +202,21 @@ template <int COUNT> static __device__ __forceinline__ void registers_fewer()
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+/* ---- a ring of stages: a place in it, and the parity of that pass */
+
+typedef struct ring_place {
+    int stage;
+    uint32_t parity;
+} ring_place;
+
+static __device__ __forceinline__ void ring_next(ring_place &p, int stages)
+{
+    if (++p.stage == stages) {
+        p.stage = 0;
+        p.parity ^= 1;
+    }
+}
+
 /* ---- products of a warpgroup */
 
 /* An operand whose rows run along the inner dimension: atoms of eight rows, one behind the other. The next 16 of the
@@ -344,39 +359,29 @@ EPOCH_PRODUCT(240, 29, "120", "121", "122")
 EPOCH_PRODUCT(256, 31, "128", "129", "130")
 
 /* product_held<N>: the same with a in registers. Thread t of the warpgroup gives of rows 16 (t / 32) + (t % 32) / 4 and
- * that + 8 the columns 2 (t % 4) and the next: a[0], a[1]; and the columns 8 further: a[2], a[3]. */
+ * that + 8 the columns 2 (t % 4) and the next: a[0], a[1]; and the columns 8 further: a[2], a[3]. Two column blocks of
+ * an accumulator hold it so. */
 template <int N> struct product_held;
-#define EPOCH_PRODUCT_HELD(N, J, A0, A1, A2, A3, B, P)                                                         \
-    template <> struct product_held<N> {                                                                       \
+/* product_across<N>: as product_held, with b[16, N], by operand_across. */
+template <int N> struct product_across;
+#define EPOCH_PRODUCT_HELD(NAME, ACROSS, N, J, A0, A1, A2, A3, B, P)                                           \
+    template <> struct NAME<N> {                                                                               \
         template <int COUNT>                                                                                   \
         static __device__ __forceinline__ void run(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b,      \
                                                    int add)                                                    \
         {                                                                                                      \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                       \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" EPOCH_R##J               \
-                         "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 0;\n}"                     \
+                         "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, " ACROSS ";\n}"            \
                          : EPOCH_D##J                                                                          \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                      \
         }                                                                                                      \
     };
-EPOCH_PRODUCT_HELD(16, 1, "8", "9", "10", "11", "12", "13")
-EPOCH_PRODUCT_HELD(32, 3, "16", "17", "18", "19", "20", "21")
-EPOCH_PRODUCT_HELD(64, 7, "32", "33", "34", "35", "36", "37")
-EPOCH_PRODUCT_HELD(128, 15, "64", "65", "66", "67", "68", "69")
-
-/* d[64, N] (+)= a[64, 16] b[16, N]: a in registers, as two column blocks of an accumulator hold it; b by
- * operand_across. */
-#define EPOCH_PRODUCT_ACROSS(N, J, A0, A1, A2, A3, B, P)                                                       \
-    static __device__ __forceinline__ void product_across(float(&d)[N / 2], const uint32_t(&a)[4], uint64_t b, \
-                                                          int add)                                             \
-    {                                                                                                          \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                           \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" EPOCH_R##J                   \
-                     "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 1;\n}"                         \
-                     : EPOCH_D##J                                                                              \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                          \
-    }
-EPOCH_PRODUCT_ACROSS(128, 15, "64", "65", "66", "67", "68", "69")
+EPOCH_PRODUCT_HELD(product_held, "0", 16, 1, "8", "9", "10", "11", "12", "13")
+EPOCH_PRODUCT_HELD(product_held, "0", 32, 3, "16", "17", "18", "19", "20", "21")
+EPOCH_PRODUCT_HELD(product_held, "0", 64, 7, "32", "33", "34", "35", "36", "37")
+EPOCH_PRODUCT_HELD(product_held, "0", 128, 15, "64", "65", "66", "67", "68", "69")
+EPOCH_PRODUCT_HELD(product_across, "1", 128, 15, "64", "65", "66", "67", "68", "69")
 
 /* ---- the way out of an accumulator */
 

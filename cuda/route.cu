@@ -24,13 +24,9 @@ template <int N>
 static __device__ __forceinline__ void write_row(const routing &a, int i, const universe<N> &u, uint32_t chosen,
                                                  float *picked)
 {
-    int lane = threadIdx.x % WARP, mine = __popc(chosen), at = mine;
+    int lane = threadIdx.x % WARP, mine = __popc(chosen), at = warp_prefix(mine, lane);
     int32_t *ids = row_of<int32_t>(a.ids, i);
     float *weights = row_of<float>(a.weights, i), sum = 0;
-    for (int d = 1; d < WARP; d *= 2) {
-        int below = __shfl_up_sync(EVERY_LANE, at, d);
-        at += lane >= d ? below : 0;
-    }
     int count = __shfl_sync(EVERY_LANE, at, WARP - 1);
     at -= mine;
 #pragma unroll

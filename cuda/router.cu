@@ -48,19 +48,6 @@ typedef struct ring {
     int stages, stage_bytes, token_at;
 } ring;
 
-typedef struct place {
-    int stage;
-    uint32_t parity;
-} place;
-
-static __device__ __forceinline__ void next(place &p, const ring &g)
-{
-    if (++p.stage == g.stages) {
-        p.stage = 0;
-        p.parity ^= 1;
-    }
-}
-
 /* One thread sets it up. */
 static __device__ void ring_open(const ring &g, uint32_t readers)
 {
@@ -72,7 +59,7 @@ static __device__ void ring_open(const ring &g, uint32_t readers)
 }
 
 /* One thread fills the stages of steps [from, to). */
-static __device__ void feed(const ring &g, place &p, const CUtensorMap *weights, const CUtensorMap *tokens, int sides,
+static __device__ void feed(const ring &g, ring_place &p, const CUtensorMap *weights, const CUtensorMap *tokens, int sides,
                             int expert, int token, int from, int to)
 {
     for (int k = from; k < to; k++) {
@@ -82,7 +69,7 @@ static __device__ void feed(const ring &g, place &p, const CUtensorMap *weights,
         for (int b = 0; b < 2 * sides; b++) /* 32 fp32 are 64 elements of BF16 to the copy engine */
             copy_box2(at + (uint32_t)(b * BOX), weights, full, (2 * k + b % 2) * TILE_K, expert + b / 2 * EXPERTS);
         copy_box2(at + (uint32_t)g.token_at, tokens, full, k * TILE_K, token);
-        next(p, g);
+        ring_next(p, g.stages);
     }
 }
 
@@ -137,7 +124,7 @@ static __device__ __forceinline__ void release(const ring &g, int stage)
 
 /* acc[64 experts, N tokens] = the products of `steps` stages, steps > 0. */
 template <int N, int COUNT>
-static __device__ __forceinline__ void multiply(float (&acc)[COUNT], const ring &g, place &p, int steps, int side)
+static __device__ __forceinline__ void multiply(float (&acc)[COUNT], const ring &g, ring_place &p, int steps, int side)
 {
     int lane = (int)threadIdx.x % WARP, row = (int)threadIdx.x % 128 / WARP * 16 + expert_of_row(lane), before = 0;
     uint32_t mine = (uint32_t)(2 * side * BOX + row * TILE_ROW + (((lane % 4 / 2) ^ (row & 7)) << 4) + lane % 2 * 8);
@@ -160,7 +147,7 @@ static __device__ __forceinline__ void multiply(float (&acc)[COUNT], const ring 
                 release(g, before);
         }
         before = p.stage;
-        next(p, g);
+        ring_next(p, g.stages);
     }
     products_wait<0>();
     hold(acc);
@@ -174,7 +161,7 @@ static __device__ __forceinline__ void multiply(float (&acc)[COUNT], const ring 
 template <int N> static __device__ __forceinline__ void few_chunk(float *room, const ring &g, int steps)
 {
     float acc[N / 2] = {};
-    place p = {0, 0};
+    ring_place p = {0, 0};
     multiply<N>(acc, g, p, steps, 0);
     meet(1, 128); /* the room lies where the ring was */
     int lane = (int)threadIdx.x % WARP, row = (int)threadIdx.x / WARP * 16 + expert_of_row(lane);
@@ -211,7 +198,7 @@ static __global__ void __launch_bounds__(FEW_THREADS, 2)
         return;
     int rows = n - first < r.tokens ? n - first : r.tokens;
     if (threadIdx.x == 128) {
-        place p = {0, 1};
+        ring_place p = {0, 1};
         feed(g, p, &weights, &tokens, 1, out, first, from, to);
     } else if (threadIdx.x < 128 && from < to) {
         float *sums = (float *)room;
@@ -273,7 +260,7 @@ static __global__ void __launch_bounds__(MANY_THREADS, 1)
     let_next();
     int n = (int)used_rows(r.x), across = (r.experts + 2 * EXPERTS - 1) / (2 * EXPERTS), per = chunk_steps(r);
     int tiles = n < r.from || n >= r.to ? 0 : across * ((n + TOKENS - 1) / TOKENS), side = (int)threadIdx.x / 128;
-    place p = {0, side == 2};
+    ring_place p = {0, side == 2};
     if (side == 2) {
         registers_fewer<40>();
         if (threadIdx.x == 256)

@@ -326,12 +326,12 @@ static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, 
     op.w = *w;
     op.narrow = narrow_rows(c, w->rows, 8 * halves);
     op.sm_count = c->sm_count;
-    st = cuda_map_weights(&maps.weights, w, 1, halves, 64);
-    if (st == OK)
-        st = cuda_map_weights(&maps.narrow, w, 1, halves, op.narrow);
+    st = cuda_map_weights(&maps.narrow, w, 1, halves, op.narrow);
     if (st == OK && x->rows <= FEW_MOST && y->type == BF16)
         return halves == 1 ? few<false>(c, y, x, w, maps.narrow, op.narrow, what)
                            : few<true>(c, y, x, w, maps.narrow, op.narrow, what);
+    if (st == OK)
+        st = cuda_map_weights(&maps.weights, w, 1, halves, 64);
     if (st == OK)
         st = cuda_map_rows(&maps.rows16, x, 16);
     if (st == OK)

@@ -1,12 +1,12 @@
 #include "mpi/comm_nccl.h"
 
 #include "mpi/gpu_start.h"
+#include "src/base/clock.h"
 
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 /* `start` does not block, so that its beginning can be given up. But each group on such a communicator starts a thread
  * inside NCCL; the lanes work on `comm`, made from it, whose groups do not. */
@@ -29,13 +29,6 @@ typedef struct verdict {
     status st;
     char message[512];
 } verdict;
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static void pause_briefly(void)
 {
@@ -152,7 +145,7 @@ static status begun(nccl_comm *n, ncclResult_t r, ncclComm_t *made, const char *
 {
     status st = OK;
     while (r == ncclInProgress || (r == ncclSuccess && !*(ncclComm_t volatile *)made)) {
-        if (now() > until)
+        if (clock_seconds() > until)
             FAIL(FAILED,
                  "%s is not over after %g s (--connect-timeout): a rank, or the network between hosts, does "
                  "not answer; NCCL_DEBUG=INFO says more",
@@ -192,7 +185,7 @@ status nccl_open(nccl_comm **out, world *w, backend *b, double deadline)
     }
     n->w = w;
     n->deadline = deadline;
-    double until = now() + deadline;
+    double until = clock_seconds() + deadline;
     ncclConfig_t patient = NCCL_CONFIG_INITIALIZER, plain = NCCL_CONFIG_INITIALIZER;
     patient.blocking = 0;
     plain.blocking = 1;

@@ -1,6 +1,7 @@
 /* The folder of a run: its lock, its sessions, and what its journals hold. */
 #define _GNU_SOURCE /* F_OFD_*: locks that belong to an open file, not to a process */
 #include "results/private.h"
+#include "src/base/clock.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -145,22 +146,21 @@ status results_lock(int *fd, const char *dir, bool exclusive, double wait_second
     status st = OK;
     char lock[PATH_MAX], holder[600];
     int got = -1;
-    struct timespec start, now;
+    double start;
     *fd = -1;
     TRY(folder_make(dir));
     TRY(path_of(lock, sizeof lock, dir, "lock"));
     got = open(lock, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     if (got < 0)
         FAIL(BAD_INPUT, "%s: cannot be opened: %s; choose an --out in a writable folder", lock, strerror(errno));
-    clock_gettime(CLOCK_MONOTONIC, &start);
+    start = clock_seconds();
     while (lock_try(got, exclusive ? F_WRLCK : F_RDLCK) < 0) {
         if (errno == EINTR)
             continue;
         if (errno != EAGAIN && errno != EACCES)
             FAIL(BAD_INPUT, "%s: cannot be locked: %s; choose an --out on a file system with locks", lock,
                  strerror(errno));
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        if ((double)(now.tv_sec - start.tv_sec) + (double)(now.tv_nsec - start.tv_nsec) * 1e-9 >= wait_seconds) {
+        if (clock_seconds() - start >= wait_seconds) {
             lock_holder(holder, sizeof holder, lock);
             FAIL(BAD_INPUT,
                  "%s: held by %s after %g s of waiting; let that run end or stop it, or choose another --out", lock,

@@ -5,6 +5,8 @@
 
 #include "results/sandbox.h"
 
+#include "src/base/clock.h"
+
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -24,7 +26,6 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { JOBS = 64, PROCESSES = 16, OPEN_FILES = 64, VERDICT_FD = 3, NOBODY = 65534 };
@@ -72,13 +73,6 @@ static const char driver[] = "import os, sys\n"
                              "    said = ('!%s: %s' % (type(e).__name__, e)).encode('utf-8', 'replace')[:180]\n"
                              "os.write(3, said)\n"
                              "os._exit(0)\n";
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 /* ---- the temporary directories */
 
@@ -369,7 +363,7 @@ static _Noreturn void supervise(const sandbox *s, const job *j, int input, int r
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     int guards = put_up_fences(s, j->dir);
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* after put_up_fences: a change of user clears it */
-    double start = now();
+    double start = clock_seconds();
     pid_t program = pipe2(said, O_CLOEXEC | O_NONBLOCK) == 0 ? fork() : -1;
     if (program == 0)
         run_program(s, j->dir, input, said[1], guards, s->rule.jobs);
@@ -379,11 +373,11 @@ static _Noreturn void supervise(const sandbox *s, const job *j, int input, int r
         bool ended = false;
         double left;
         while (!(ended = waitpid(program, &wait_status, WNOHANG) == program) &&
-               (left = start + s->rule.wall_seconds - now()) > 0) {
+               (left = start + s->rule.wall_seconds - clock_seconds()) > 0) {
             struct timespec t = {(time_t)left, (long)((left - (double)(time_t)left) * 1e9)};
             sigtimedwait(&child_ends, NULL, &t);
         }
-        r.seconds = now() - start;
+        r.seconds = clock_seconds() - start;
         kill(program, SIGKILL);
         kill(-program, SIGKILL);
         if (!ended)

@@ -54,8 +54,6 @@ typedef struct job {
     progress *progress;
 } job;
 
-double job_now(void); /* seconds, from some moment on */
-
 /* What a row of this job is encoded by. */
 flight_form job_form(const job *j);
 

@@ -1,4 +1,5 @@
 /* What becomes of a forward: reports are counted, traced and audited, finished turns recorded. */
+#include "src/base/clock.h"
 #include "src/base/fault.h"
 #include "src/job.h"
 
@@ -9,7 +10,7 @@
 status job_record(job *j, flight *f, const char *text, const char *message)
 {
     result_row r;
-    flight_record(&r, f, text, message, job_now());
+    flight_record(&r, f, text, message, clock_seconds());
     bool again = results_done(&j->done, r.dataset, r.id, r.turn); /* killed before it said so of the turns behind it */
     j->recorded += !again;
     j->failed += !again && r.failed;
@@ -140,7 +141,7 @@ status job_shadow(job *j)
     status st = OK;
     int64_t bytes;
     lane_traffic ignored_traffic;
-    double ignored[PHASES] = {0}, began = job_now();
+    double ignored[PHASES] = {0}, began = clock_seconds();
     backend *b = j->stage.backend;
     TRY(b->mark(b, PHASE_HOST));
     TRY(b->laps(b, j->counters.seconds));
@@ -149,7 +150,7 @@ status job_shadow(job *j)
     TRY(b->mark(b, PHASE_HOST));
     TRY(b->laps(b, ignored));
     TRY(j->stage.lane->traffic(j->stage.lane, &ignored_traffic));
-    j->started += job_now() - began;
+    j->started += clock_seconds() - began;
 out:
     return st;
 }

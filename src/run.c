@@ -1,5 +1,6 @@
 #include "src/run.h"
 
+#include "src/base/clock.h"
 #include "src/base/fault.h"
 #include "src/job.h"
 #include "src/plan/scheduler.h"
@@ -94,7 +95,7 @@ static status fill_slots(job *j)
                 flight_clear(f);
                 continue;
             }
-            f->started = job_now();
+            f->started = clock_seconds();
             TRY(executor_admit(x, i, f->prompt.id, (int32_t)f->prompt.count, f->end));
             if (f->row->order == fault_row())
                 x->spoiled = i;
@@ -107,7 +108,7 @@ out:
 /* Was this rank asked to stop? The stop file is looked for five times a second: it may lie far away. */
 static bool stop_wanted(job *j)
 {
-    double t = job_now();
+    double t = clock_seconds();
     if (j->o->stop_file && !j->stop_file_seen && t - j->looked >= .2) {
         j->stop_file_seen = access(j->o->stop_file, F_OK) == 0;
         j->looked = t;
@@ -130,9 +131,9 @@ static status set_pulse(job *j)
     p[PULSE_BUSY] = flying + j->queue_count;
     p[PULSE_WANT] = want > 0 ? want : 0;
     p[PULSE_STOP] = stop_wanted(j);
-    p[PULSE_COMMIT] = j->w->rank == 0 && job_now() - j->commit_asked >= j->o->commit_every;
+    p[PULSE_COMMIT] = j->w->rank == 0 && clock_seconds() - j->commit_asked >= j->o->commit_every;
     if (p[PULSE_COMMIT])
-        j->commit_asked = job_now();
+        j->commit_asked = clock_seconds();
     p[PULSE_DONE] = (int32_t)j->durable;
     p[PULSE_TOKENS] = (int32_t)(j->counters.generated_tokens & 0x7fffffff);
     p[PULSE_STEPS] = (int32_t)(j->counters.forwards & 0x7fffffff);
@@ -189,13 +190,13 @@ static status commit(job *j)
     j->counters.expert_tiles = b->expert_tiles;
     TRY(b->laps(b, j->counters.seconds));
     TRY(job_traffic(j, &bytes));
-    j->counters.wall_seconds = job_now() - j->started;
+    j->counters.wall_seconds = clock_seconds() - j->started;
     if (j->observer)
         TRY(job_record_observed(j));
     fault_point("commit");
     TRY(journal_commit(j->journal, &j->counters));
     fault_point("committed");
-    j->committed = job_now();
+    j->committed = clock_seconds();
     j->durable = j->recorded;
 out:
     return st;
@@ -227,7 +228,7 @@ static status decode(job *j)
     j->late = b->runs_ahead && !o->trace && !j->audit && !j->observer;
     if (fault_late() >= 0)
         j->late = fault_late();
-    j->started = j->committed = j->commit_asked = j->published = job_now();
+    j->started = j->committed = j->commit_asked = j->published = clock_seconds();
     TRY(b->mark(b, PHASE_HOST));
     TRY(b->laps(b, ignored)); /* what came before the first forward */
     heartbeat_stage(&j->watch.heart, WATCH_RUN);
@@ -248,7 +249,7 @@ static status decode(job *j)
         const forward_note *heard = &j->note[(j->heard - 1) % 2];
         if (j->progress)
             TRY(progress_show(j->progress, pulse_sum(j, PULSE_DONE), pulse_sum(j, PULSE_TOKENS),
-                              job_now() - j->started));
+                              clock_seconds() - j->started));
         if (heard->fed && pulse_sum(j, PULSE_BUSY) == 0)
             break;
         if (pulse_sum(j, PULSE_STOP) > 0) {
@@ -256,15 +257,15 @@ static status decode(job *j)
             break;
         }
         if (heard->pulses[PULSE_COMMIT]) {
-            j->commit_asked = job_now();
+            j->commit_asked = clock_seconds();
             if (journal_pending(j->journal) > 0 || j->commit_asked - j->committed >= COUNTERS_EVERY)
                 TRY(commit(j));
         }
-        if (w->rank == 0 && o->publish_every > 0 && job_now() - j->published >= o->publish_every) {
+        if (w->rank == 0 && o->publish_every > 0 && clock_seconds() - j->published >= o->publish_every) {
             heartbeat_stage(&j->watch.heart, WATCH_PUBLISH);
             TRY(results_publish(o->out, j->dir, NULL, "partial"));
             heartbeat_stage(&j->watch.heart, WATCH_RUN);
-            j->published = job_now();
+            j->published = clock_seconds();
         }
     }
     while (j->heard < j->counters.forwards)
@@ -300,7 +301,7 @@ static status finish(job *j)
         j->stopped = j->stopped && recorded + j->done.done + j->done.failed < j->total;
         if (j->progress && !j->stopped)
             st = progress_show(j->progress, j->total - j->done.done - j->done.failed, pulse_sum(j, PULSE_TOKENS),
-                               job_now() - j->started);
+                               clock_seconds() - j->started);
         progress_close(j->progress);
         j->progress = NULL;
         if (st == OK && !(j->over && published(j->o->out)))
@@ -321,7 +322,7 @@ out:
 status run(const options *o, world *w, const char *command_line, bool *together)
 {
     status st = OK;
-    job j = {.o = o, .w = w, .lock = -1, .born = job_now()};
+    job j = {.o = o, .w = w, .lock = -1, .born = clock_seconds()};
     *together = true;
     watch_alarm(&j.watch, w, o->timeout, o->lock_wait);
     TRY(job_open(&j, command_line));

@@ -1,5 +1,6 @@
 #include "src/trial.h"
 
+#include "src/base/clock.h"
 #include "src/device.h"
 #include "src/memory.h"
 #include "src/plan/scheduler.h"
@@ -8,7 +9,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum {
     BLOCK = TRIAL_BLOCK,
@@ -37,13 +37,6 @@ typedef struct share {
     double dispatched, combined;                          /* bytes to other ranks, likewise */
     cost least[PHASES];
 } share;
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 /* ---- opening */
 
@@ -213,11 +206,11 @@ static status time_forwards(trial *x)
     for (int i = 0; i < WARM_UP; i++)
         TRY(executor_forward(x->executor));
     TRY(together(x));
-    double from = now();
+    double from = clock_seconds();
     for (int32_t i = 0; i < x->forwards; i++)
         TRY(executor_forward(x->executor));
     TRY(b->sync(b));
-    x->seconds = now() - from;
+    x->seconds = clock_seconds() - from;
 out:
     return st;
 }

@@ -1,5 +1,7 @@
 #include "src/base/watchdog.h"
 
+#include "src/base/clock.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -53,13 +55,6 @@ struct watchdog {
 };
 
 enum { TEXT_BYTES = 256 };
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static record own_record(const watchdog *w)
 {
@@ -258,7 +253,7 @@ static void act(watchdog *w, double elapsed)
 static void *watch(void *self)
 {
     watchdog *w = self;
-    double before = now();
+    double before = clock_seconds();
     pthread_mutex_lock(&w->lock);
     while (!w->stop) {
         struct timespec until;
@@ -271,7 +266,7 @@ static void *watch(void *self)
             break;
         pthread_mutex_unlock(&w->lock);
         /* What is longer than a tick was spent stopped, or without a core. */
-        double elapsed = now() - before;
+        double elapsed = clock_seconds() - before;
         before += elapsed;
         if (elapsed > 2 * w->rule.tick)
             elapsed = 2 * w->rule.tick;

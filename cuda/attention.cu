@@ -7,10 +7,16 @@
  * unit through all its chunks, or several take a chunk each and the last to finish joins them (few spans), the bits are
  * the same.
  *
+ * One warp asks for the keys, one for the values, one for the queries, each box by a lane of its own. Where the kernel
+ * before is `rotate`, which lets the next begin only when all before itself has ended, all but the queries and the
+ * pages that it writes is asked for while it runs (cuda.settled).
+ *
  * Any other shape: a warp takes a query row. */
 #include "cuda/device.cuh"
 #include "cuda/hopper.cuh"
 #include "cuda/maps.h"
+
+#include <limits.h>
 
 enum {
     HEAD = 128,
@@ -27,25 +33,27 @@ enum {
     AT_BARRIERS = AT_TOTAL + 2 * HEAD / 2 * 128 * 4,
     AT_LAST = AT_BARRIERS + (2 * STAGES + 4) * 8,
     AT_PLAN = AT_LAST + 8,
-    SHARED = AT_PLAN + 8,
+    AT_SPANS = (AT_PLAN + 12 + 15) / 16 * 16,
+    SHARED = AT_SPANS + WARP * 16,
     THREADS = 384,
-    UNITS_MOST = 1024,  /* that may be split */
-    CHUNKS_MOST = 4096, /* of all split units */
-    PARTIAL_FLOATS = (HEAD / 2 + 4) * 128
+    UNITS_MOST = 1024,             /* that may be split */
+    CHUNKS_MOST = 4096,            /* of all split units */
+    PARTIAL = (HEAD / 8 + 1) * 128 /* what a unit's chunk leaves: four floats each */
 };
 
 typedef struct attend_op {
     tensor y, page;
     const span *spans;
     const int32_t *span_count;
-    float *partial; /* [units that may be split, most_chunks, PARTIAL_FLOATS] */
-    int span_rows;  /* most spans */
+    float4 *partial; /* [units that may be split, most_chunks, PARTIAL] */
+    int span_rows;   /* most spans */
     int block, heads, kv_heads, group;
     int units;       /* of one key head */
     int split_units; /* there is room for the chunks of so many */
     int most_chunks;
     int page_base; /* the layer's first page */
     float scale;   /* log2(e) / sqrt(HEAD) */
+    bool settled;  /* cuda.settled, of the kernel before this one */
 } attend_op;
 
 /* A piece of work: `count` units from `unit` on, against steps [from, to) of the keys. */
@@ -59,28 +67,49 @@ typedef struct attend_item {
  * so many at most. */
 typedef struct attend_plan {
     int items, chunks;
+    int known; /* spans that lie in shared memory; 0: there are too many */
 } attend_plan;
 
-/* Units are split where their chunks all find room at once, or where it ends earlier. By a whole warp. */
-static __device__ attend_plan attend_divide(const attend_op &op)
+/* Spans, their count and page ids come past L1, where lines of the forward before may lie. */
+static __device__ __forceinline__ span attend_span(const span *from)
 {
-    int lane = (int)threadIdx.x, block = lane < op.span_rows ? op.spans[lane].block : 0; /* beside the count */
-    int spans = op.span_count ? *op.span_count : op.span_rows;
+    int4 v = __ldcg((const int4 *)from);
+    return {v.x, v.y, v.z, v.w};
+}
+
+/* Units are split where their chunks all find room at once, or where it ends earlier. By a whole warp. */
+static __device__ void attend_divide(const attend_op &op, uint8_t *room)
+{
+    int lane = (int)threadIdx.x;
+    span at = {};
+    if (lane < op.span_rows) /* beside the count */
+        at = attend_span(op.spans + lane);
+    int spans = op.span_count ? __ldcg(op.span_count) : op.span_rows;
     spans = spans < op.span_rows ? spans : op.span_rows;
     int pairs = spans * op.kv_heads * ((op.units + 1) / 2), units = spans * op.kv_heads * op.units;
-    if (units > op.split_units || spans > WARP)
-        return {pairs, 0};
-    int keys = lane < spans ? (block + 1) * op.block : 0;
-    int steps = (keys + KEYS - 1) / KEYS, chunks = (steps + CHUNK_STEPS - 1) / CHUNK_STEPS;
-    int most_steps = __reduce_max_sync(EVERY_LANE, steps), most = __reduce_max_sync(EVERY_LANE, chunks);
-    int all = __reduce_add_sync(EVERY_LANE, chunks) * op.kv_heads * op.units, grid = (int)gridDim.x;
-    bool sooner = (all + grid - 1) / grid * (CHUNK_STEPS + SPLIT_STEPS) < (pairs + grid - 1) / grid * most_steps;
-    return most > 1 && (all <= grid || sooner) ? attend_plan{units * most, most} : attend_plan{pairs, 0};
+    attend_plan plan = {pairs, 0, spans <= WARP ? spans : 0};
+    if (units <= op.split_units && spans <= WARP) {
+        int keys = lane < spans ? (at.block + 1) * op.block : 0;
+        int steps = (keys + KEYS - 1) / KEYS, chunks = (steps + CHUNK_STEPS - 1) / CHUNK_STEPS;
+        int most_steps = __reduce_max_sync(EVERY_LANE, steps), most = __reduce_max_sync(EVERY_LANE, chunks);
+        int all = __reduce_add_sync(EVERY_LANE, chunks) * op.kv_heads * op.units, grid = (int)gridDim.x;
+        bool sooner = (all + grid - 1) / grid * (CHUNK_STEPS + SPLIT_STEPS) < (pairs + grid - 1) / grid * most_steps;
+        if (most > 1 && (all <= grid || sooner)) {
+            plan.items = units * most;
+            plan.chunks = most;
+        }
+    }
+    if (lane < plan.known)
+        *((span *)(room + AT_SPANS) + lane) = at;
+    if (lane == 0)
+        *(attend_plan *)(room + AT_PLAN) = plan;
 }
 
 /* Piece i; false: there is nothing to do. */
-static __device__ __forceinline__ bool attend_find(const attend_op &op, int split, int i, attend_item &w)
+static __device__ __forceinline__ bool attend_find(const attend_op &op, const uint8_t *room, int i, attend_item &w)
 {
+    const attend_plan plan = *(const attend_plan *)(room + AT_PLAN);
+    const int split = plan.chunks;
     int chunk = 0, tiles = split ? op.units : (op.units + 1) / 2;
     if (split) {
         chunk = i % split;
@@ -89,7 +118,8 @@ static __device__ __forceinline__ bool attend_find(const attend_op &op, int spli
     w.index = i;
     w.unit = i % tiles * (split ? 1 : 2);
     w.kv_head = i / tiles % op.kv_heads;
-    w.at = op.spans[i / tiles / op.kv_heads];
+    i = i / tiles / op.kv_heads;
+    w.at = plan.known ? ((const span *)(room + AT_SPANS))[i] : op.spans[i];
     w.count = split || w.unit + 1 == op.units ? 1 : 2;
     w.keys = (w.at.block + 1) * op.block;
     int steps = (w.keys + KEYS - 1) / KEYS;
@@ -110,48 +140,93 @@ static __device__ __forceinline__ attend_rings attend_shared(const uint8_t *room
     return {at, barriers, barriers + STAGES * 8, barriers + 2 * STAGES * 8, barriers + (2 * STAGES + 2) * 8};
 }
 
-static __device__ void attend_feed(const attend_op &op, const uint8_t *room, const CUtensorMap *q, const CUtensorMap *k,
-                                   const CUtensorMap *v)
+/* Queries, by one warp. */
+static __device__ void attend_feed_queries(const attend_op &op, const uint8_t *room, const CUtensorMap *q)
 {
     const attend_rings b = attend_shared(room);
-    const attend_plan plan = *(const attend_plan *)(room + AT_PLAN);
-    uint32_t stage = 0, parity = 1, query = 0, query_parity = 1;
+    const int lane = (int)threadIdx.x % WARP, items = ((const attend_plan *)(room + AT_PLAN))->items;
+    uint32_t query = 0, parity = 1;
     const uint32_t page_bytes = (uint32_t)op.block * TILE_ROW;
-    for (int i = (int)blockIdx.x; i < plan.items; i += (int)gridDim.x) {
+    after_previous();
+#pragma unroll 1
+    for (int i = (int)blockIdx.x; i < items; i += (int)gridDim.x) {
         attend_item w;
-        if (!attend_find(op, plan.chunks, i, w))
+        if (!attend_find(op, room, i, w))
             continue;
         int first = w.unit * UNIT / op.block,
             last = (w.unit + w.count) * UNIT / op.block; /* query heads of the group */
-        last = last < op.group ? last : op.group;
+        int boxes = ((last < op.group ? last : op.group) - first) * 2;
         uint32_t full = b.query_full + 8 * query, to = b.at + query * QUERY_BYTES;
-        barrier_wait(b.query_empty + 8 * query, query_parity);
-        barrier_expect(full, (uint32_t)(last - first) * 2 * page_bytes);
-        for (int h = first; h < last; h++)
-            for (int half = 0; half < 2; half++)
-                copy_box2(to + (uint32_t)half * 2 * HALF + (uint32_t)(h - first) * page_bytes, q, full,
-                          (w.kv_head * op.group + h) * HEAD + half * 64, w.at.row);
+        to += (uint32_t)(lane % 2) * 2 * HALF + (uint32_t)(lane / 2) * page_bytes;
+        barrier_wait(b.query_empty + 8 * query, parity);
+        if (lane == 0)
+            barrier_expect(full, (uint32_t)boxes * page_bytes);
+        if (lane < boxes)
+            copy_box2(to, q, full, (w.kv_head * op.group + first + lane / 2) * HEAD + lane % 2 * 64, w.at.row);
         query ^= 1;
-        query_parity ^= query == 0;
-        const int32_t *page = row_of<int32_t>(op.page, w.at.slot);
-        for (int t = w.from; t < w.to; t++) {
-            uint32_t done = b.full + 8 * stage, into = b.at + AT_RING + stage * STAGE_BYTES;
-            barrier_wait(b.empty + 8 * stage, parity);
-            barrier_expect(done, STAGE_BYTES);
-            for (int p = t * KEYS / op.block; p < (t + 1) * KEYS / op.block; p++, into += page_bytes) {
-                /* behind the last block its page again: those scores are masked, but 0 times a value must be 0 */
-                int row = (op.page_base + page[p < w.at.block ? p : w.at.block]) * op.block;
-                for (int half = 0; half < 2; half++) {
-                    copy_box2(into + (uint32_t)half * HALF, k, done, w.kv_head * HEAD + half * 64, row);
-                    copy_box2(into + (uint32_t)(2 + half) * HALF, v, done, w.kv_head * HEAD + half * 64, row);
-                }
+        parity ^= query == 0;
+    }
+}
+
+/* The first block of this slot that the forward writes: keys and values before it are there. By a whole warp. */
+static __device__ __forceinline__ int attend_old(const attend_plan &plan, const uint8_t *room, int slot)
+{
+    int lane = (int)threadIdx.x % WARP;
+    span at = ((const span *)(room + AT_SPANS))[lane];
+    return __reduce_min_sync(EVERY_LANE, lane < plan.known && at.slot == slot ? at.block : INT_MAX);
+}
+
+/* Keys, or values (`behind` in a stage), by one warp each: a lane has half a page of each step. What `rotate` does not
+ * write is asked for before it has ended. */
+static __device__ void attend_feed_pages(const attend_op &op, const uint8_t *room, const CUtensorMap *map,
+                                         uint32_t behind)
+{
+    const attend_rings b = attend_shared(room);
+    const attend_plan plan = *(const attend_plan *)(room + AT_PLAN);
+    const int lane = (int)threadIdx.x % WARP, pages = KEYS / op.block; /* of a step; four steps' are at most a warp */
+    const uint32_t into = b.at + AT_RING + behind + (uint32_t)(lane % 2 * HALF + lane / 2 * op.block * TILE_ROW);
+    uint32_t stage = 0, parity = 1;
+    bool waited = !op.settled || !plan.known;
+    if (waited)
+        after_previous();
+#pragma unroll 1
+    for (int i = (int)blockIdx.x; i < plan.items; i += (int)gridDim.x) {
+        attend_item w;
+        if (!attend_find(op, room, i, w))
+            continue;
+        const int old = waited ? 0 : attend_old(plan, room, w.at.slot), column = w.kv_head * HEAD + lane % 2 * 64;
+        const int32_t *of = row_of<int32_t>(op.page, w.at.slot);
+        /* behind the last block its page again: those scores are masked, but 0 times a value must be 0 */
+        int at = w.from * pages + lane, next = __ldcg(of + (at < w.at.block ? at : w.at.block));
+#pragma unroll 1
+        for (int first = w.from; first < w.to; first += CHUNK_STEPS) {
+            const int ids = next, end = first + CHUNK_STEPS < w.to ? first + CHUNK_STEPS : w.to;
+            if (end < w.to) { /* a lane has a page of the chunk, and of the one behind it */
+                at += CHUNK_STEPS * pages;
+                next = __ldcg(of + (at < w.at.block ? at : w.at.block));
             }
-            if (++stage == STAGES) {
-                stage = 0;
-                parity ^= 1;
+#pragma unroll 1
+            for (int t = first; t < end; t++) {
+                int page = __shfl_sync(EVERY_LANE, ids, (t - first) * pages + lane / 2);
+                uint32_t done = b.full + 8 * stage;
+                if (!waited && (t + 1) * pages > old) {
+                    after_previous();
+                    waited = true;
+                }
+                barrier_wait(b.empty + 8 * stage, parity);
+                if (lane == 0)
+                    barrier_expect(done, STAGE_BYTES / 2);
+                if (lane < 2 * pages)
+                    copy_box2(into + stage * STAGE_BYTES, map, done, column, (op.page_base + page) * op.block);
+                if (++stage == STAGES) {
+                    stage = 0;
+                    parity ^= 1;
+                }
             }
         }
     }
+    if (!waited)
+        after_previous(); /* no block ends before what came before it */
 }
 
 /* What a thread knows of its two rows (16 (t / 32) + (t % 32) / 4 of the unit, and 8 further). */
@@ -263,17 +338,17 @@ static __device__ __forceinline__ void attend_out(const attend_op &op, const att
     fence_written(); /* before the copy engine writes here */
 }
 
-/* What a thread left of a chunk in device memory. */
-static __device__ __forceinline__ void attend_fetch(const float *from, float (&o)[HEAD / 2], attend_rows &r)
+/* What a thread left of a chunk in device memory: four floats each, 128 apart; its rows behind them. */
+static __device__ __forceinline__ void attend_fetch4(const float4 *from, int i, float (&o)[HEAD / 2])
 {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        r.most[i] = __ldcg(from + (HEAD / 2 + i) * 128);
-        r.sum[i] = __ldcg(from + (HEAD / 2 + 2 + i) * 128);
-    }
-#pragma unroll
-    for (int i = 0; i < HEAD / 2; i++)
-        o[i] = __ldcg(from + i * 128);
+    float4 v = __ldcg(from + i * 128);
+    o[4 * i] = v.x, o[4 * i + 1] = v.y, o[4 * i + 2] = v.z, o[4 * i + 3] = v.w;
+}
+
+static __device__ __forceinline__ attend_rows attend_fetch_rows(const float4 *from)
+{
+    float4 v = __ldcg(from + HEAD / 8 * 128);
+    return {{v.x, v.y}, {v.z, v.w}};
 }
 
 /* A chunk of a split unit waits in device memory; whoever finishes the last one joins them all, in order, each fetched
@@ -282,39 +357,41 @@ static __device__ __forceinline__ bool attend_gather(const attend_op &op, const 
                                                      float (&o)[HEAD / 2], attend_rows &all, int32_t *last)
 {
     int me = (int)threadIdx.x % 128;
-    float *unit = op.partial + (int64_t)w.index * op.most_chunks * PARTIAL_FLOATS + me;
-    float *mine = unit + (int64_t)w.chunk * PARTIAL_FLOATS, *rows = mine + HEAD / 2 * 128;
+    float4 *unit = op.partial + (int64_t)w.index * op.most_chunks * PARTIAL + me;
+    float4 *mine = unit + (int64_t)w.chunk * PARTIAL;
 #pragma unroll
-    for (int i = 0; i < HEAD / 2; i++)
-        mine[i * 128] = o[i];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        rows[i * 128] = all.most[i];
-        rows[(2 + i) * 128] = all.sum[i];
-    }
-    __threadfence();
+    for (int i = 0; i < HEAD / 8; i++)
+        mine[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+    mine[HEAD / 8 * 128] = make_float4(all.most[0], all.most[1], all.sum[0], all.sum[1]);
     meet(1 + side, 128);
     if (me == 0)
-        *last = atomicAdd(&chunks_done[w.index], 1) == w.chunks - 1;
+        *last = count_in(&chunks_done[w.index]) == w.chunks - 1;
     meet(1 + side, 128);
     if (!*last)
         return false;
-    __threadfence();
-    attend_fetch(unit, o, all);
-    float next[HEAD / 2];
-    attend_rows r;
-    attend_fetch(unit + PARTIAL_FLOATS, next, r);
+    float x[HEAD / 2];
+    all = attend_fetch_rows(unit);
+    attend_rows r = attend_fetch_rows(unit + PARTIAL);
+#pragma unroll
+    for (int i = 0; i < HEAD / 8; i++) {
+        attend_fetch4(unit, i, o);
+        attend_fetch4(unit + PARTIAL, i, x);
+    }
     for (int c = 1; c < w.chunks; c++) {
-        float x[HEAD / 2], a[2], b[2];
-        attend_rows now = r;
+        float a[2], b[2];
+        const float4 *behind = unit + (int64_t)(c + 1) * PARTIAL;
+        const bool more = c + 1 < w.chunks;
+        attend_meet(all, r, a, b, op.scale);
+        if (more)
+            r = attend_fetch_rows(behind);
 #pragma unroll
-        for (int i = 0; i < HEAD / 2; i++)
-            x[i] = next[i];
-        attend_fetch(unit + (int64_t)(c + 1 < w.chunks ? c + 1 : c) * PARTIAL_FLOATS, next, r);
-        attend_meet(all, now, a, b, op.scale);
+        for (int i = 0; i < HEAD / 8; i++) {
 #pragma unroll
-        for (int i = 0; i < HEAD / 2; i++)
-            o[i] = __fmaf_rn(o[i], a[i / 2 % 2], __fmul_rn(x[i], b[i / 2 % 2]));
+            for (int j = 4 * i; j < 4 * i + 4; j++)
+                o[j] = __fmaf_rn(o[j], a[j / 2 % 2], __fmul_rn(x[j], b[j / 2 % 2]));
+            if (more)
+                attend_fetch4(behind, i, x);
+        }
     }
     if (me == 0)
         chunks_done[w.index] = 0;
@@ -392,9 +469,10 @@ static __device__ void attend_consume(const attend_op &op, uint8_t *room, int si
     float *total = (float *)(room + AT_TOTAL) + side * (HEAD / 2 * 128) + threadIdx.x % 128;
     int32_t *last = (int32_t *)(room + AT_LAST) + side;
     uint32_t stage = 0, parity = 0, query = 0, query_parity = 0;
+    after_previous();
     for (int i = (int)blockIdx.x; i < plan.items; i += (int)gridDim.x) {
         attend_item w;
-        if (!attend_find(op, plan.chunks, i, w))
+        if (!attend_find(op, room, i, w))
             continue;
         const uint32_t q = b.at + query * QUERY_BYTES + (uint32_t)side * HALF;
         barrier_wait(b.query_full + 8 * query, query_parity);
@@ -441,7 +519,7 @@ static __device__ void attend_consume(const attend_op &op, uint8_t *room, int si
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             parity ^= stage == 0;
             attend_end_chunk(op, from, to - 1, o, r, all, total, false);
-            attend_find(op, plan.chunks, i, w); /* once more, rather than kept through the steps */
+            attend_find(op, room, i, w); /* once more, rather than kept through the steps */
             if (!plan.chunks || w.chunks == 1 || attend_gather(op, w, side, o, all, last))
                 attend_out(op, w, side, o, all, q);
         }
@@ -463,7 +541,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         prefetch_map(&k);
         prefetch_map(&v);
         for (uint32_t i = 0; i < STAGES; i++) {
-            barrier_init(b.full + 8 * i, 1);
+            barrier_init(b.full + 8 * i, 2);  /* keys, values */
             barrier_init(b.empty + 8 * i, 8); /* the warps that multiply */
         }
         for (uint32_t i = 0; i < 2; i++) {
@@ -473,17 +551,20 @@ static __global__ void __launch_bounds__(THREADS, 1)
         barrier_init_done();
     }
     let_next();
-    after_previous();
-    if (threadIdx.x < WARP) {
-        attend_plan plan = attend_divide(op);
-        if (threadIdx.x == 0)
-            *(attend_plan *)(room + AT_PLAN) = plan;
-    }
+    if (!op.settled)
+        after_previous();
+    if (threadIdx.x < WARP)
+        attend_divide(op, room);
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_fewer<40>();
-        if (threadIdx.x == 0)
-            attend_feed(op, room, &q, &k, &v);
+        const int warp = __shfl_sync(EVERY_LANE, (int)threadIdx.x / WARP, 0); /* seen to be one for all lanes */
+        if (warp < 2)
+            attend_feed_pages(op, room, warp == 0 ? &k : &v, (uint32_t)warp * 2 * HALF);
+        else if (warp == 2)
+            attend_feed_queries(op, room, &q);
+        else
+            after_previous();
     } else {
         registers_more<232>();
         attend_consume(op, room, (int)threadIdx.x / 128 - 1);
@@ -512,14 +593,15 @@ static status attend_wide(cuda *c, tensor *y, const tensor *qkv, const kv_pool *
                     .split_units = 0,
                     .most_chunks = (s->max_blocks * r->block_size + KEYS * CHUNK_STEPS - 1) / (KEYS * CHUNK_STEPS),
                     .page_base = layer * kv->page_count,
-                    .scale = 1.44269504f / sqrtf((float)HEAD)};
+                    .scale = 1.44269504f / sqrtf((float)HEAD),
+                    .settled = c->settled};
     int most = op.span_rows * op.kv_heads * op.units;
     int split = CHUNKS_MOST / op.most_chunks < c->sm_count ? CHUNKS_MOST / op.most_chunks : c->sm_count;
     if (op.most_chunks > 1) {
         op.split_units = split < most ? split : most;
         void *room;
-        st = cuda_scratch(c, &room, (size_t)op.split_units * (size_t)op.most_chunks * PARTIAL_FLOATS * sizeof(float));
-        op.partial = (float *)room;
+        st = cuda_scratch(c, &room, (size_t)op.split_units * (size_t)op.most_chunks * PARTIAL * sizeof(float4));
+        op.partial = (float4 *)room;
     }
     CUtensorMap q_map, k_map, v_map;
     if (st == OK)
@@ -607,7 +689,7 @@ extern "C" status cuda_attend(backend *b, tensor *y, const tensor *qkv, const kv
     if (in->span.rows == 0)
         return OK;
     if (r->head_dim == HEAD && r->block_size % 8 == 0 && KEYS % r->block_size == 0 && aligned(y) && aligned(qkv) &&
-        aligned(&kv->k) && aligned(&kv->v) && cuda_is_hopper(c))
+        aligned(&kv->k) && aligned(&kv->v) && (uintptr_t)in->span.data % 16 == 0 && cuda_is_hopper(c))
         return attend_wide(c, y, qkv, kv, layer, in, s, r);
     int64_t items = in->span.rows * r->block_size * r->heads;
     return launch(c, "attention", plain_kernel, cuda_grid(c, (items + PLAIN_WARPS - 1) / PLAIN_WARPS, 16),

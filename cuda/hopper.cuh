@@ -70,6 +70,15 @@ static __device__ __forceinline__ void meet(int id, int threads)
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/* Adds one to a counter in device memory; what it was. What the caller wrote before, and others of the block whose
+ * barrier it has waited for, is there for whoever reads that it has counted, and for those that meet him. */
+static __device__ __forceinline__ int32_t count_in(int32_t *count)
+{
+    int32_t was;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(was) : "l"(count) : "memory");
+    return was;
+}
+
 /* All threads of the cluster meet; what they wrote to shared memory before is visible to all behind it. */
 static __device__ __forceinline__ void cluster_meet()
 {

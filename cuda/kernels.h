@@ -57,6 +57,7 @@ typedef struct cuda {
     bool capturing;           /* what is enqueued now becomes a graph */
     bool ordered;             /* the next launch follows an event: nothing to overlap with */
     bool overlaps;            /* kernels may start while the one before them ends: device.cuh, launch */
+    bool settled;             /* what came before the newest launch has ended when the next one begins: same place */
     cublasLtHandle_t lt;      /* what ceilings.c measures with; the ops have products of their own */
     void *workspace;          /* of cuBLASLt: CUDA_WORKSPACE_BYTES on the device */
     cuda_buffer scratch[2];   /* of one op at a time, on main and beside; see cuda_scratch */

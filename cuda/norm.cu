@@ -85,36 +85,57 @@ typedef struct rotation {
     attention_rule r;
 } rotation;
 
-/* Where head h of row i goes: queries in place, keys and values to the page of the row's block. */
-static __device__ bf16 *target(const rotation &a, int64_t i, int h, int32_t position)
+/* The page where head h of a row leaves its key or value; queries have none. */
+static __device__ __forceinline__ int64_t page_of(const rotation &a, int h, int32_t position, int32_t owner)
+{
+    return h < a.r.heads ? 0 : row_of<int32_t>(a.s.page, owner)[position / a.r.block_size];
+}
+
+/* Where head h of row i goes: queries in place, keys and values to that page. */
+static __device__ __forceinline__ bf16 *target(const rotation &a, int64_t i, int h, int32_t position, int64_t page)
 {
     if (h < a.r.heads)
         return row_of<bf16>(a.qkv, i) + h * a.r.head_dim;
-    int32_t owner = ((const int32_t *)a.in.slot.data)[i], block = position / a.r.block_size;
-    int64_t page = row_of<int32_t>(a.s.page, owner)[block];
     int64_t at = (a.layer * (int64_t)a.kv.page_count + page) * a.r.block_size + position % a.r.block_size;
     h -= a.r.heads;
     return h < a.r.kv_heads ? row_of<bf16>(a.kv.k, at) + h * a.r.head_dim
                             : row_of<bf16>(a.kv.v, at) + (h - a.r.kv_heads) * a.r.head_dim;
 }
 
-/* One warp a head of a row; a lane holds N neighbours (head_dim 32 N), and a pair's other half lies in another lane. */
+/* Both kernels let the next one begin only behind after_previous(): cuda.settled (device.cuh).
+ *
+ * One warp a head of a row; a lane holds N neighbours (head_dim 32 N), and a pair's other half lies in another lane. */
 template <int N> static __global__ void rotate_kernel(rotation a)
 {
     typedef pack_of<bf16, N> pack;
     int heads = a.r.heads + 2 * a.r.kv_heads, lane = threadIdx.x % WARP, half = a.r.rotary_dim / 2;
-    let_next();
     after_previous();
-    int64_t items = used_rows(a.in.position) * heads;
-    for (int64_t t = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; t < items;
+    let_next();
+    int64_t items = used_rows(a.in.position) * heads, most = a.in.position.rows * heads;
+    for (int64_t t = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; t < most;
          t += gridDim.x * (int64_t)(THREADS / WARP)) {
+        /* loads take most of the time: these beside the count of rows, and the others beside each other */
         int64_t i = t / heads;
         int h = (int)(t % heads);
-        int32_t position = ((const int32_t *)a.in.position.data)[i];
+        int32_t position = __ldcg((const int32_t *)a.in.position.data + i);
+        int32_t owner = __ldcg((const int32_t *)a.in.slot.data + i);
+        if ((t >= items) | ((position | owner) < 0)) /* never below 0: asked so that they do not wait for the count */
+            break;
+        int64_t page = page_of(a, h, position, owner);
         pack p = ((const pack *)(row_of<bf16>(a.qkv, i) + h * a.r.head_dim))[lane];
-        if (h < a.r.heads + a.r.kv_heads) {
-            const float *w = h < a.r.heads ? a.q_norm : a.k_norm;
-            float x[N], sum = 0;
+        const bool turns = h < a.r.heads + a.r.kv_heads;
+        const float *w = h < a.r.heads ? a.q_norm : a.k_norm;
+        if (turns) {
+            const float *angle = a.angle + (int64_t)position * a.r.rotary_dim;
+            int e = lane * N, step = half / N;
+            bool low = e < half, turned = e < 2 * half;
+            int j = low ? e : e - half, other = low ? lane + step : turned ? lane - step : lane;
+            float x[N], weight[N], c[N], s[N], sum = 0;
+            for (int n = 0; n < N; n++) {
+                weight[n] = w ? w[lane * N + n] : 1;
+                c[n] = turned ? angle[j + n] : 1;
+                s[n] = turned ? angle[half + j + n] : 0;
+            }
             for (int n = 0; n < N; n++) {
                 x[n] = widen(p.x[n]);
                 sum = fmaf(x[n], x[n], sum);
@@ -122,23 +143,17 @@ template <int N> static __global__ void rotate_kernel(rotation a)
             if (w) {
                 float scale = 1.0f / sqrtf(warp_sum(sum) / (float)a.r.head_dim + a.r.eps);
                 for (int n = 0; n < N; n++)
-                    x[n] = x[n] * scale * w[lane * N + n];
+                    x[n] = x[n] * scale * weight[n];
             }
-            const float *angle = a.angle + (int64_t)position * a.r.rotary_dim;
-            int e = lane * N, step = half / N;
-            bool low = e < half, turned = e < 2 * half;
-            int other = low ? lane + step : turned ? lane - step : lane;
             for (int n = 0; n < N; n++) {
                 float y = __shfl_sync(EVERY_LANE, x[n], other);
-                if (turned) {
-                    int j = (low ? e : e - half) + n;
-                    x[n] = low ? x[n] * angle[j] - y * angle[half + j] : x[n] * angle[j] + y * angle[half + j];
-                }
+                if (turned)
+                    x[n] = low ? x[n] * c[n] - y * s[n] : x[n] * c[n] + y * s[n];
             }
             for (int n = 0; n < N; n++)
                 narrow(&p.x[n], x[n]);
         }
-        ((pack *)target(a, i, h, position))[lane] = p;
+        ((pack *)target(a, i, h, position, page))[lane] = p;
     }
 }
 
@@ -148,8 +163,8 @@ static __global__ void rotate_any_kernel(rotation a)
     extern __shared__ float room[];
     int d = a.r.head_dim, heads = a.r.heads + 2 * a.r.kv_heads, lane = threadIdx.x % WARP, half = a.r.rotary_dim / 2;
     float *x = room + threadIdx.x / WARP * d;
-    let_next();
     after_previous();
+    let_next();
     int64_t items = used_rows(a.in.position) * heads;
     for (int64_t t = (blockIdx.x * (int64_t)THREADS + threadIdx.x) / WARP; t < items;
          t += gridDim.x * (int64_t)(THREADS / WARP)) {
@@ -157,7 +172,7 @@ static __global__ void rotate_any_kernel(rotation a)
         int h = (int)(t % heads);
         int32_t position = ((const int32_t *)a.in.position.data)[i];
         const bf16 *from = row_of<bf16>(a.qkv, i) + h * d;
-        bf16 *to = target(a, i, h, position);
+        bf16 *to = target(a, i, h, position, page_of(a, h, position, ((const int32_t *)a.in.slot.data)[i]));
         bool turned = h < a.r.heads + a.r.kv_heads;
         const float *w = !turned ? NULL : h < a.r.heads ? a.q_norm : a.k_norm;
         const float *angle = a.angle + (int64_t)position * a.r.rotary_dim;
@@ -198,5 +213,7 @@ extern "C" status cuda_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, c
                  kv->v.ld % n == 0;
     auto kernel = !whole ? rotate_any_kernel : n == 2 ? rotate_kernel<2> : n == 4 ? rotate_kernel<4> : rotate_kernel<8>;
     size_t room = whole ? 0 : (size_t)d * (THREADS / WARP) * sizeof(float);
-    return launch(c, "rotate", kernel, grid, THREADS, room, a);
+    st = launch(c, "rotate", kernel, grid, THREADS, room, a);
+    c->settled = st == OK;
+    return st;
 }

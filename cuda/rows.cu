@@ -31,6 +31,7 @@ template <typename Y> static void convert_to(cuda *c, const tensor *dst, const v
 extern "C" status cuda_convert(cuda *c, const tensor *dst, const void *src, dtype from)
 {
     assert(from <= F16 && dst->type <= F16);
+    c->settled = false;
     if (dst->type == F32)
         convert_to<float>(c, dst, src, from);
     else if (dst->type == BF16)
@@ -52,6 +53,7 @@ extern "C" status cuda_random(backend *b, const tensor *dst, uint64_t seed, floa
     cuda *c = cuda_of(b);
     unsigned grid = cuda_grid(c, dst->rows, WAVES);
     assert(dst->type <= F16);
+    c->settled = false;
     if (dst->type == F32)
         random_kernel<float><<<grid, THREADS, 0, c->stream>>>(*dst, seed, scale);
     else if (dst->type == BF16)

@@ -70,7 +70,7 @@ typedef struct attend_plan {
     int known; /* spans that lie in shared memory; 0: there are too many */
 } attend_plan;
 
-/* Spans, their count and page ids come past L1, where lines of the forward before may lie. */
+/* What is read before after_previous() comes past L1, where lines of the forward before may lie. */
 static __device__ __forceinline__ span attend_span(const span *from)
 {
     int4 v = __ldcg((const int4 *)from);
@@ -105,7 +105,7 @@ static __device__ void attend_divide(const attend_op &op, uint8_t *room)
         *(attend_plan *)(room + AT_PLAN) = plan;
 }
 
-/* Piece i; false: there is nothing to do. */
+/* Piece i; false: there is nothing to do. Behind after_previous(), or where the spans are known. */
 static __device__ __forceinline__ bool attend_find(const attend_op &op, const uint8_t *room, int i, attend_item &w)
 {
     const attend_plan plan = *(const attend_plan *)(room + AT_PLAN);
@@ -144,12 +144,14 @@ static __device__ __forceinline__ attend_rings attend_shared(const uint8_t *room
 static __device__ void attend_feed_queries(const attend_op &op, const uint8_t *room, const CUtensorMap *q)
 {
     const attend_rings b = attend_shared(room);
-    const int lane = (int)threadIdx.x % WARP, items = ((const attend_plan *)(room + AT_PLAN))->items;
+    const attend_plan plan = *(const attend_plan *)(room + AT_PLAN);
+    const int lane = (int)threadIdx.x % WARP;
     uint32_t query = 0, parity = 1;
     const uint32_t page_bytes = (uint32_t)op.block * TILE_ROW;
-    after_previous();
+    if (!plan.known)
+        after_previous(); /* spans come through L1 */
 #pragma unroll 1
-    for (int i = (int)blockIdx.x; i < items; i += (int)gridDim.x) {
+    for (int i = (int)blockIdx.x; i < plan.items; i += (int)gridDim.x) {
         attend_item w;
         if (!attend_find(op, room, i, w))
             continue;
@@ -158,6 +160,7 @@ static __device__ void attend_feed_queries(const attend_op &op, const uint8_t *r
         int boxes = ((last < op.group ? last : op.group) - first) * 2;
         uint32_t full = b.query_full + 8 * query, to = b.at + query * QUERY_BYTES;
         to += (uint32_t)(lane % 2) * 2 * HALF + (uint32_t)(lane / 2) * page_bytes;
+        after_previous();
         barrier_wait(b.query_empty + 8 * query, parity);
         if (lane == 0)
             barrier_expect(full, (uint32_t)boxes * page_bytes);
@@ -166,6 +169,7 @@ static __device__ void attend_feed_queries(const attend_op &op, const uint8_t *r
         query ^= 1;
         parity ^= query == 0;
     }
+    after_previous(); /* no block ends before what came before it */
 }
 
 /* The first block of this slot that the forward writes: keys and values before it are there. By a whole warp. */
@@ -225,8 +229,7 @@ static __device__ void attend_feed_pages(const attend_op &op, const uint8_t *roo
             }
         }
     }
-    if (!waited)
-        after_previous(); /* no block ends before what came before it */
+    after_previous();
 }
 
 /* What a thread knows of its two rows (16 (t / 32) + (t % 32) / 4 of the unit, and 8 further). */
@@ -352,31 +355,43 @@ static __device__ __forceinline__ attend_rows attend_fetch_rows(const float4 *fr
 }
 
 /* A chunk of a split unit waits in device memory; whoever finishes the last one joins them all, in order, each fetched
- * while the one before is joined. True: it was this warpgroup, and o and all are the unit's. */
+ * while the one before is joined. Where the second of two chunks is the shorter one by two steps or more, it is mostly
+ * there when the first ends, which then need not leave its own. True: it was this warpgroup, and o and all are the
+ * unit's. */
 static __device__ __forceinline__ bool attend_gather(const attend_op &op, const attend_item &w, int side,
                                                      float (&o)[HEAD / 2], attend_rows &all, int32_t *last)
 {
     int me = (int)threadIdx.x % 128;
     float4 *unit = op.partial + (int64_t)w.index * op.most_chunks * PARTIAL + me;
-    float4 *mine = unit + (int64_t)w.chunk * PARTIAL;
+    bool kept = w.chunk == 0 && w.keys <= (2 * CHUNK_STEPS - 2) * KEYS;
+    if (kept) {
+        if (me == 0)
+            *last = counted_in(&chunks_done[w.index]) == w.chunks - 1;
+        meet(1 + side, 128);
+        kept = *last;
+    }
+    if (!kept) {
+        float4 *mine = unit + (int64_t)w.chunk * PARTIAL;
 #pragma unroll
-    for (int i = 0; i < HEAD / 8; i++)
-        mine[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-    mine[HEAD / 8 * 128] = make_float4(all.most[0], all.most[1], all.sum[0], all.sum[1]);
-    meet(1 + side, 128);
-    if (me == 0)
-        *last = count_in(&chunks_done[w.index]) == w.chunks - 1;
-    meet(1 + side, 128);
-    if (!*last)
-        return false;
+        for (int i = 0; i < HEAD / 8; i++)
+            mine[i * 128] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+        mine[HEAD / 8 * 128] = make_float4(all.most[0], all.most[1], all.sum[0], all.sum[1]);
+        meet(1 + side, 128);
+        if (me == 0)
+            *last = count_in(&chunks_done[w.index]) == w.chunks - 1;
+        meet(1 + side, 128);
+        if (!*last)
+            return false;
+        all = attend_fetch_rows(unit);
+#pragma unroll
+        for (int i = 0; i < HEAD / 8; i++)
+            attend_fetch4(unit, i, o);
+    }
     float x[HEAD / 2];
-    all = attend_fetch_rows(unit);
     attend_rows r = attend_fetch_rows(unit + PARTIAL);
 #pragma unroll
-    for (int i = 0; i < HEAD / 8; i++) {
-        attend_fetch4(unit, i, o);
+    for (int i = 0; i < HEAD / 8; i++)
         attend_fetch4(unit + PARTIAL, i, x);
-    }
     for (int c = 1; c < w.chunks; c++) {
         float a[2], b[2];
         const float4 *behind = unit + (int64_t)(c + 1) * PARTIAL;

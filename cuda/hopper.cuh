@@ -79,6 +79,14 @@ static __device__ __forceinline__ int32_t count_in(int32_t *count)
     return was;
 }
 
+/* How many have counted so far; what they wrote before is there. */
+static __device__ __forceinline__ int32_t counted_in(const int32_t *count)
+{
+    int32_t is;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(is) : "l"(count) : "memory");
+    return is;
+}
+
 /* All threads of the cluster meet; what they wrote to shared memory before is visible to all behind it. */
 static __device__ __forceinline__ void cluster_meet()
 {

@@ -4,7 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { THREADS = 256, WAVES = 16, VECTOR = 8 };
+enum { THREADS = 256, WAVES = 16, VECTOR = 8, ROTATE_WAVES = 5 };
 
 /* y = x / sqrt(mean(x^2) + eps) * w; a thread keeps its first vector of a row in registers. y may be x. */
 template <int V> static __global__ void norm_kernel(tensor y, tensor x, const float *w, float eps)
@@ -208,7 +208,8 @@ extern "C" status cuda_rotate(backend *b, tensor *qkv, kv_pool *kv, int layer, c
         return st;
     rotation a = {*qkv, *kv, layer, r->qk_norm ? (const float *)q_norm->data : NULL,
                   r->qk_norm ? (const float *)k_norm->data : NULL, (const float *)c->angles.data, *in, *s, *r};
-    unsigned grid = cuda_grid(c, (in->position.rows * heads + THREADS / WARP - 1) / (THREADS / WARP), WAVES);
+    /* no more blocks than find room at once: the next kernel begins when the last of them has begun */
+    unsigned grid = cuda_grid(c, (in->position.rows * heads + THREADS / WARP - 1) / (THREADS / WARP), ROTATE_WAVES);
     bool whole = (d == 64 || d == 128 || d == 256) && half % n == 0 && qkv->ld % n == 0 && kv->k.ld % n == 0 &&
                  kv->v.ld % n == 0;
     auto kernel = !whole ? rotate_any_kernel : n == 2 ? rotate_kernel<2> : n == 4 ? rotate_kernel<4> : rotate_kernel<8>;

@@ -442,7 +442,7 @@ static void attention_case(int slot_count, int prefix, int heads, int kv_heads)
 {
     char what[96];
     const int block = 32, dim = 128, blocks = prefix / block + 1, pages = slot_count * blocks;
-    std::vector<int32_t> page((size_t)pages), spans;
+    std::vector<int32_t> page((size_t)pages), spans, position, owner;
     for (int i = 0; i < pages; i++) {
         int j = rand() % (i + 1);
         page[(size_t)i] = page[(size_t)j];
@@ -451,9 +451,15 @@ static void attention_case(int slot_count, int prefix, int heads, int kv_heads)
     for (int i = 0; i < slot_count; i++)
         for (int32_t x : {i, blocks - 1, i * block, 0})
             spans.push_back(x);
+    for (int i = 0; i < slot_count * block; i++) {
+        position.push_back((blocks - 1) * block + i % block);
+        owner.push_back(i / block);
+    }
     int64_t rows = (int64_t)slot_count * block;
     slots s = {};
     batch in = {};
+    in.position = upload_ints(position, 1);
+    in.slot = upload_ints(owner, 1);
     s.page = upload_ints(page, blocks);
     s.slot_count = slot_count;
     s.max_blocks = blocks;
@@ -478,6 +484,16 @@ static void attention_case(int slot_count, int prefix, int heads, int kv_heads)
         measure([&](int) { must(gpu->attend(gpu, &y, &qkv, &kv, 0, &in, &s, &r)); }, floor_of(bytes, operations) * 2);
     snprintf(what, sizeof what, "attention %d / %d heads, %d blocks, prefix %d", heads, kv_heads, slot_count, prefix);
     report(what, seconds, bytes, operations, "");
+    tensor norm = random_tensor(F32, 1, dim, 1); /* as in a forward: attention begins while rotation runs */
+    double rotation = 4.0 * (double)rows * (heads + 2 * kv_heads) * dim;
+    auto rotate = [&](int) { must(gpu->rotate(gpu, &qkv, &kv, 0, &norm, &norm, &in, &s, &r)); };
+    auto rotate_attend = [&](int i) {
+        rotate(i);
+        must(gpu->attend(gpu, &y, &qkv, &kv, 0, &in, &s, &r));
+    };
+    report("    rotate", measure(rotate, floor_of(rotation, 0) * 2), rotation, 0, "");
+    bytes += rotation;
+    report("    rotate, attention", measure(rotate_attend, floor_of(bytes, operations) * 2), bytes, operations, "");
     forget();
 }
 

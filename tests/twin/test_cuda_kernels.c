@@ -469,16 +469,20 @@ static void test_rotated_attention(void **state)
 {
     (void)state;
     enum { HIDDEN = 64, TIMES = 12 };
-    static const struct {
+    struct {
         int blocks;
-        fixture_block block[6];
+        fixture_block block[MANY];
     } batches[] = {
         {1, {{0, 8, false}}},               /* one block, two chunks */
         {2, {{0, 7, true}, {0, 8, false}}}, /* the one before it sealed */
         {1, {{1, 32, false}}},              /* five chunks */
         {6, {{0, 0, true}, {0, 1, true}, {0, 2, true}, {0, 3, true}, {0, 4, true}, {0, 5, true}}}, /* a prompt */
         {5, {{0, 38, true}, {0, 39, false}, {1, 9, false}, {2, 0, true}, {2, 1, false}}},
+        {MANY, {{0, 0, false}}}, /* more than a warp looks over */
     };
+    enum { BATCHES = sizeof batches / sizeof *batches };
+    for (int i = 0; i < MANY; i++)
+        batches[BATCHES - 1].block[i] = (fixture_block){2, i, true};
     for (int k = 0; k < RULES; k++) {
         const attention_rule *r = &rules[k];
         int size = r->block_size, width = r->kv_heads * r->head_dim, out = (r->heads + 2 * r->kv_heads) * r->head_dim;
@@ -492,7 +496,7 @@ static void test_rotated_attention(void **state)
         fill(&none, 0, NAN);
         kv_pool kv = {.k = mirror(&k_old), .v = mirror(&v_old), .page_count = f.page_count};
         tensor wm = mirror(&w), norms = mirror_same(&norm);
-        for (size_t n = 0; n < sizeof batches / sizeof *batches; n++) {
+        for (int n = 0; n < BATCHES; n++) {
             fixture g;
             fixture_batch(&f, batches[n].block, batches[n].blocks, true);
             mirror_fixture(&g, &f);
@@ -501,7 +505,13 @@ static void test_rotated_attention(void **state)
             tensor xm = mirror(&x), qkv_m = mirror(&qkv);
             for (int i = 0; i < 2; i++)
                 y[i] = fixture_tensor(rows, r->heads * r->head_dim, 1), ym[i] = mirror(&y[i]);
-            for (int time = 0; time < TIMES; time++) {
+            for (int time = 0; time < (batches[n].blocks < MANY ? TIMES : 2); time++) {
+                for (int i = 0; i < SLOTS; i++) {
+                    int32_t *page = int_at(&f.s.page, i), *other = page + 1 + time, first = *page;
+                    *page = *other;
+                    *other = first;
+                }
+                mirror_write(&g.s.page, &f.s.page);
                 for (int i = 0; i < batches[n].blocks; i++) {
                     const fixture_block *b = &batches[n].block[i];
                     int64_t row = (int64_t)(f.page_count + int_at(&f.s.page, b->slot)[b->block]) * size; /* layer 1 */
@@ -524,7 +534,7 @@ static void test_rotated_attention(void **state)
                 for (int i = 0; i < rows; i++)
                     for (int64_t j = 0; j < y[0].cols; j++)
                         if (!isfinite(at(&y[0], i)[j]) || at(&y[0], i)[j] != at(&y[1], i)[j])
-                            fail_msg("rule %d, batch %zu, time %d: row %d column %lld is %g behind rotation, %g behind "
+                            fail_msg("rule %d, batch %d, time %d: row %d column %lld is %g behind rotation, %g behind "
                                      "everything",
                                      k, n, time, i, (long long)j, (double)at(&y[0], i)[j], (double)at(&y[1], i)[j]);
             }

@@ -338,8 +338,10 @@ status lsa_join(lane **out, const lane_rule *rule, backend *b, world *w, nccl_co
     size_t bytes = lsa_window_bytes(rule);
     *out = NULL;
     st = take_memory(&s, bytes);
-    TRY(w->agree(w, st));
-    CUDA_TRY(cudaHostAlloc((void **)&window, (size_t)w->size * sizeof *window, cudaHostAllocMapped));
+    if (st == OK)
+        st = cuda_check(cudaHostAlloc((void **)&window, (size_t)w->size * sizeof *window, cudaHostAllocMapped),
+                        "cudaHostAlloc", __FILE__, __LINE__);
+    TRY(w->agree(w, st)); /* what follows takes all ranks */
     window[0] = s.memory;
     if (w->size > 1) { /* NCCL makes none for a GPU that is alone */
         st = register_window(&s, bytes, w);

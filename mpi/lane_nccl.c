@@ -349,11 +349,6 @@ status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, n
     d->weights_at = d->ids_at + rule->top_k * (int64_t)sizeof(int32_t);
     d->row_bytes = (d->weights_at + rule->top_k * (int64_t)sizeof(float) + ROW_ALIGN - 1) / ROW_ALIGN * ROW_ALIGN;
     m->heard_bytes = 2 * (size_t)d->size * sizeof *d->out + sizeof *d->ledger;
-    if (rule->max_rows * d->size * rule->top_k * rule->hidden > (rule->hidden % 8 ? 1 : 8) * (int64_t)UINT32_MAX)
-        FAIL(FAILED,
-             "%lld rows from each of %d ranks are more than the experts can take at once: lower --batch or "
-             "--prefill-blocks",
-             (long long)rule->max_rows, d->size);
     layout(m, &memory);
     memory.bytes = memory.used;
     if (b->reserve(b, &m->slab, memory.bytes) != OK)

@@ -79,8 +79,7 @@ typedef struct nccl_comm nccl_comm;
 status nccl_open(nccl_comm **out, world *w, backend *b, double deadline);
 void nccl_close(nccl_comm *n);
 /* Rows by grouped sends and receives, any number of ranks on any number of hosts. The host reads the counts of every
- * dispatch, so nothing is recorded. Borrows backend and communicator. FAILED: no memory, or more rows than the experts
- * can take at once; agree on the status. */
+ * dispatch, so nothing is recorded. Borrows backend and communicator. FAILED: no memory; agree on the status. */
 status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n);
 
 /* Rows by kernels that write straight into the memory of the other ranks' GPUs, which must all reach each other: one

@@ -447,8 +447,6 @@ static void close_cuda(backend *b)
     if (!b)
         return;
     cuda *c = cuda_of(b);
-    if (c->lt)
-        cublasLtDestroy(c->lt);
     for (int i = 0; c->marks && i < c->marks->made; i++)
         cudaEventDestroy(c->marks->event[i]);
     free(c->marks);
@@ -459,7 +457,6 @@ static void close_cuda(backend *b)
             cudaEventDestroy(c->box[i].there);
         cudaFreeHost(c->box[i].pinned);
     }
-    cudaFree(c->workspace);
     cudaFree(c->routed);
     cuda_buffer *const all[] = {&c->scratch[0], &c->scratch[1], &c->angles, &c->begins, &c->seen, &c->ranges};
     for (int i = 0; i < 6; i++)
@@ -605,9 +602,6 @@ static status open_device(backend *b, int local_rank)
     CUDA_TRY(cudaEventCreateWithFlags(&c->parted, cudaEventDisableTiming));
     CUDA_TRY(cudaEventCreateWithFlags(&c->joined, cudaEventDisableTiming));
     c->stream = c->main;
-    if (cublasLtCreate(&c->lt) != CUBLAS_STATUS_SUCCESS)
-        FAIL(FAILED, "cuBLASLt does not start on %s", prop.name);
-    TRY(take(c, &c->workspace, CUDA_WORKSPACE_BYTES, "cuBLASLt"));
     TRY(take(c, (void **)&c->routed, sizeof *c->routed, "a counter"));
     TRY(open_staging(c));
     CUDA_TRY(cudaMallocHost((void **)&c->reached, sizeof *c->reached));

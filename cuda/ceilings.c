@@ -2,7 +2,9 @@
  */
 #include "cuda/kernels.h"
 
-enum { SIDE = 8192, TIMES = 10 };
+#include <cublasLt.h>
+
+enum { SIDE = 8192, TIMES = 10, WORKSPACE_BYTES = 32 << 20 };
 static const size_t COPY_BYTES = (size_t)1 << 30;
 
 static status check(cublasStatus_t e, const char *what, int line)
@@ -46,11 +48,12 @@ static status copy(cuda *c, void *of)
 }
 
 typedef struct product {
+    cublasLtHandle_t lt;
     cublasLtMatmulDesc_t what;
     cublasLtMatrixLayout_t shape;
     cublasLtMatmulPreference_t limits;
     cublasLtMatmulHeuristicResult_t found;
-    char *room; /* three matrices */
+    char *room; /* three matrices, and the workspace */
 } product;
 
 static status multiply(cuda *c, void *of)
@@ -58,9 +61,9 @@ static status multiply(cuda *c, void *of)
     product *p = of;
     const float one = 1, zero = 0;
     const size_t each = (size_t)SIDE * SIDE * 2;
-    return check(cublasLtMatmul(c->lt, p->what, &one, p->room, p->shape, p->room + each, p->shape, &zero,
+    return check(cublasLtMatmul(p->lt, p->what, &one, p->room, p->shape, p->room + each, p->shape, &zero,
                                 p->room + 2 * each, p->shape, p->room + 2 * each, p->shape, &p->found.algo,
-                                c->workspace, CUDA_WORKSPACE_BYTES, c->stream),
+                                p->room + 3 * each, WORKSPACE_BYTES, c->stream),
                  "cublasLtMatmul", __LINE__);
 }
 
@@ -72,19 +75,20 @@ status backend_cuda_ceilings(backend *b, double *copied, double *multiplied)
     void *room = NULL;
     double seconds;
     int found = 0;
-    const size_t workspace = CUDA_WORKSPACE_BYTES;
+    const size_t workspace = WORKSPACE_BYTES;
     const cublasOperation_t turned = CUBLAS_OP_T;
     TRY(b->reserve(b, &room, 2 * COPY_BYTES));
     p.room = room;
     tensor all = tensor_of(room, BF16, 3 * (int64_t)SIDE, SIDE);
     TRY(b->random(b, &all, 1, 1));
+    LT_TRY(cublasLtCreate(&p.lt));
     LT_TRY(cublasLtMatmulDescCreate(&p.what, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     LT_TRY(cublasLtMatmulDescSetAttribute(p.what, CUBLASLT_MATMUL_DESC_TRANSA, &turned, sizeof turned));
     LT_TRY(cublasLtMatrixLayoutCreate(&p.shape, CUDA_R_16BF, SIDE, SIDE, SIDE));
     LT_TRY(cublasLtMatmulPreferenceCreate(&p.limits));
     LT_TRY(cublasLtMatmulPreferenceSetAttribute(p.limits, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
                                                 sizeof workspace));
-    LT_TRY(cublasLtMatmulAlgoGetHeuristic(c->lt, p.what, p.shape, p.shape, p.shape, p.shape, p.limits, 1, &p.found,
+    LT_TRY(cublasLtMatmulAlgoGetHeuristic(p.lt, p.what, p.shape, p.shape, p.shape, p.shape, p.limits, 1, &p.found,
                                           &found));
     if (found == 0)
         FAIL(FAILED, "cuBLASLt has no product of %d x %d matrices", SIDE, SIDE);
@@ -99,6 +103,8 @@ out:
         cublasLtMatrixLayoutDestroy(p.shape);
     if (p.what)
         cublasLtMatmulDescDestroy(p.what);
+    if (p.lt)
+        cublasLtDestroy(p.lt);
     if (room)
         b->release(b, room);
     return st;

@@ -14,7 +14,6 @@
 #ifndef EPOCH_CUDA_KERNELS_H
 #define EPOCH_CUDA_KERNELS_H
 
-#include <cublasLt.h>
 #include <cuda_runtime_api.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -24,8 +23,6 @@ extern "C" {
 #endif
 
 #include "src/backend.h"
-
-enum { CUDA_WORKSPACE_BYTES = 32 << 20 };
 
 typedef struct cuda_buffer {
     void *data;
@@ -58,8 +55,6 @@ typedef struct cuda {
     bool ordered;             /* the next launch follows an event: nothing to overlap with */
     bool overlaps;            /* kernels may start while the one before them ends: device.cuh, launch */
     bool settled;             /* what came before the newest launch has ended when the next one begins: same place */
-    cublasLtHandle_t lt;      /* what ceilings.c measures with; the ops have products of their own */
-    void *workspace;          /* of cuBLASLt: CUDA_WORKSPACE_BYTES on the device */
     cuda_buffer scratch[2];   /* of one op at a time, on main and beside; see cuda_scratch */
     cuda_buffer angles;       /* rotary: F32 [positions, rotary_dim], cos then sin of rotary_dim / 2 angles */
     int32_t angle_count, angle_dim;

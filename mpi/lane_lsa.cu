@@ -535,22 +535,9 @@ static __global__ void __launch_bounds__(FOLD_THREADS, LEVELS > 3 ? 1 : 2)
 
 static status launch_plan(cuda *c, const lsa *m, const tensor *ids)
 {
-    int blocks = (int)((ids->rows + PLAN_THREADS - 1) / PLAN_THREADS);
-    cudaLaunchConfig_t how = {};
-    cudaLaunchAttribute of[2] = {};
-    blocks = blocks < PLAN_BLOCKS ? blocks : PLAN_BLOCKS;
-    of[0].id = cudaLaunchAttributeClusterDimension;
-    of[0].val.clusterDim.x = (unsigned)blocks;
-    of[0].val.clusterDim.y = of[0].val.clusterDim.z = 1;
-    of[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    of[1].val.programmaticStreamSerializationAllowed = 1;
-    how.gridDim = dim3((unsigned)blocks);
-    how.blockDim = dim3(PLAN_THREADS);
-    how.stream = c->stream;
-    how.attrs = of;
-    how.numAttrs = c->overlaps && !c->ordered ? 2 : 1;
-    c->ordered = false;
-    return cuda_check(cudaLaunchKernelEx(&how, plan_kernel, *m, *ids), "the plan of a dispatch", __FILE__, __LINE__);
+    unsigned blocks = (unsigned)((ids->rows + PLAN_THREADS - 1) / PLAN_THREADS);
+    blocks = blocks < PLAN_BLOCKS ? blocks : (unsigned)PLAN_BLOCKS;
+    return launch_clusters(c, "the plan of a dispatch", plan_kernel, blocks, PLAN_THREADS, 0, blocks, *m, *ids);
 }
 
 extern "C" status lsa_launch_dispatch(cuda *c, const lsa *m, const tensor *x, const tensor *ids, const tensor *weights)

@@ -1,11 +1,13 @@
-/* How much of an iteration passes between kernels, seen by CUPTI: a library that the driver loads into a program.
+/* How much of an iteration passes between kernels, and in which, seen by CUPTI: a library that the driver loads into a
+ * program.
  *
  *     CUDA_INJECTION64_PATH=$PWD/build-cuda/libkernel_gaps.so build-cuda/epoch bench --batch 1 --iterations 300
  *
  * At the end it prints, over all kernels in the order of their begin: the time in which at least one ran, and that of the
  * gaps between them. A gap of more than HOST_US is the host's (setting up, waiting, another batch) and left out. Kernels
- * of replayed graphs count one by one. The names of those behind which most of the gaps lie follow. Tracing itself
- * lengthens gaps a little. */
+ * of replayed graphs count one by one. The names of those behind which most of the gaps lie follow, then of those that
+ * take longest, with how often each ran and how long at a time. Where a kernel begins before the one ahead of it has
+ * ended, its waiting counts as its own. Tracing itself lengthens gaps a little. */
 #include <cupti.h>
 
 #include <stdint.h>
@@ -13,11 +15,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { HOST_US = 50, BUFFER = 8 << 20, SHOWN = 8 };
+enum { HOST_US = 50, BUFFER = 8 << 20, SHOWN = 8, LONGEST = 24 };
 
 typedef struct run { /* of a kernel, ns */
     uint64_t from, to;
     const char *name;
+    size_t times;
 } run;
 
 static run *runs;
@@ -44,7 +47,7 @@ static void CUPTIAPI take(CUcontext context, uint32_t stream, uint8_t *buffer, s
             if (!runs)
                 abort();
         }
-        runs[count++] = (run){k->start, k->end, strdup(k->name ? k->name : "?")};
+        runs[count++] = (run){k->start, k->end, strdup(k->name ? k->name : "?"), 1};
     }
     free(buffer);
 }
@@ -66,19 +69,20 @@ static int by_length(const void *a, const void *b)
     return x > y ? -1 : x < y;
 }
 
-/* gap[0 .. gaps): each is [end of a kernel, begin of the next), under the name of the latter. */
-static void print_worst(run *gap, size_t gaps)
+/* Sums by name, the longest first, in place; how many names. */
+static size_t add_up(run *of, size_t n)
 {
     size_t names = 0;
-    qsort(gap, gaps, sizeof *gap, by_name);
-    for (size_t i = 0; i < gaps; i++) /* sums by name, in place */
-        if (names > 0 && strcmp(gap[names - 1].name, gap[i].name) == 0)
-            gap[names - 1].to += gap[i].to - gap[i].from;
-        else
-            gap[names++] = gap[i];
-    qsort(gap, names, sizeof *gap, by_length);
-    for (size_t i = 0; i < names && i < SHOWN; i++)
-        fprintf(stderr, "    %8.1f us before %.80s\n", (double)(gap[i].to - gap[i].from) / 1e3, gap[i].name);
+    qsort(of, n, sizeof *of, by_name);
+    for (size_t i = 0; i < n; i++)
+        if (names > 0 && strcmp(of[names - 1].name, of[i].name) == 0) {
+            of[names - 1].to += of[i].to - of[i].from;
+            of[names - 1].times++;
+        } else {
+            of[names++] = of[i];
+        }
+    qsort(of, names, sizeof *of, by_length);
+    return names;
 }
 
 static void report(void)
@@ -98,7 +102,7 @@ static void report(void)
                 host += length;
             } else {
                 idle += length;
-                gap[gaps++] = (run){end, k->from, k->name};
+                gap[gaps++] = (run){end, k->from, k->name, 1};
             }
         }
         if (k->to > end) {
@@ -108,7 +112,15 @@ static void report(void)
     }
     fprintf(stderr, "kernels %zu, busy %.3f ms, gaps %.3f ms (%zu): %.2f %% of the two; longer ones %.3f ms\n", count,
             (double)busy / 1e6, (double)idle / 1e6, gaps, 100 * (double)idle / (double)(busy + idle), (double)host / 1e6);
-    print_worst(gap, gaps);
+    size_t names = add_up(gap, gaps); /* each gap has the name of the kernel behind it */
+    for (size_t i = 0; i < names && i < SHOWN; i++)
+        fprintf(stderr, "    %8.1f us before %.80s\n", (double)(gap[i].to - gap[i].from) / 1e3, gap[i].name);
+    names = add_up(runs, count);
+    for (size_t i = 0; i < names && i < LONGEST; i++) {
+        double us = (double)(runs[i].to - runs[i].from) / 1e3;
+        fprintf(stderr, "    %10.1f us in %6zu x %8.2f us %.80s\n", us, runs[i].times, us / (double)runs[i].times,
+                runs[i].name);
+    }
     free(gap);
 }
 

@@ -7,8 +7,6 @@
 
 enum { PUSH_BLOCKS = 32, FOLD_BLOCKS_AN_SM = 3 };
 
-static const double PATIENCE = 300; /* s */
-
 typedef struct lane_lsa {
     lane_rule rule;
     backend *b;
@@ -218,19 +216,37 @@ out:
     return st;
 }
 
+/* The window that NCCL made, and its memory. */
+static void give_back(const lane_lsa *s)
+{
+    if (s->window)
+        ncclCommWindowDeregister(nccl_handle(s->n), s->window);
+    if (s->memory)
+        ncclMemFree(s->memory);
+}
+
 static void close_lane(lane *l)
 {
     if (!l)
         return;
     lane_lsa *s = l->self;
     s->b->release(s->b, s->slab); /* the stream is through */
-    if (s->window)
-        ncclCommWindowDeregister(nccl_handle(s->n), s->window);
-    if (s->memory)
-        ncclMemFree(s->memory);
+    give_back(s);
     cudaFreeHost(s->m.fault);
     free(s);
     free(l);
+}
+
+static status check_rule(const lane_rule *rule)
+{
+    status st = OK;
+    if (rule->tree->ranks > LSA_RANKS)
+        FAIL(BAD_INPUT, "--transport lsa: %d ranks, at most %d: take --transport nccl", rule->tree->ranks, LSA_RANKS);
+    if (rule->hidden % 8 || rule->top_k > 32 || rule->payload != BF16)
+        FAIL(BAD_INPUT, "--transport lsa: the hidden size is %d and top_k %d, want a multiple of 8 and at most 32: "
+             "take --transport nccl", rule->hidden, rule->top_k);
+out:
+    return st;
 }
 
 status lsa_open(lane **out, const lane_rule *rule, backend *b, int rank, char *const *window, const lsa_blocks *blocks,
@@ -246,11 +262,7 @@ status lsa_open(lane **out, const lane_rule *rule, backend *b, int rank, char *c
     s->rule = *rule;
     s->b = b;
     s->patience = patience;
-    if (t->ranks > LSA_RANKS)
-        FAIL(BAD_INPUT, "--transport lsa: %d ranks, at most %d: take --transport nccl", t->ranks, LSA_RANKS);
-    if (rule->hidden % 8 || rule->top_k > 32 || rule->payload != BF16)
-        FAIL(BAD_INPUT, "--transport lsa: the hidden size is %d and top_k %d, want a multiple of 8 and at most 32: "
-             "take --transport nccl", rule->hidden, rule->top_k);
+    TRY(check_rule(rule));
     lsa *m = &s->m;
     lay_window(m, rule, blocks ? blocks->push : PUSH_BLOCKS);
     m->push_blocks = blocks ? blocks->push : PUSH_BLOCKS;
@@ -358,14 +370,24 @@ status lsa_join(lane **out, const lane_rule *rule, backend *b, world *w, nccl_co
     s.memory = NULL;
 out:
     cudaFreeHost(window);
-    if (s.window)
-        ncclCommWindowDeregister(nccl_handle(n), s.window);
-    if (s.memory)
-        ncclMemFree(s.memory);
+    give_back(&s);
     return st;
 }
 
 status lane_lsa_open(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n)
 {
-    return lsa_join(out, rule, b, w, n, NULL, PATIENCE);
+    return lsa_join(out, rule, b, w, n, NULL, rule->patience);
+}
+
+status lane_lsa_try(const lane_rule *rule, backend *b, world *w, nccl_comm *n)
+{
+    status st = OK;
+    lane_lsa s = {.b = b, .n = n};
+    const size_t bytes = 1 << 16;
+    TRY(check_rule(rule)); /* the same on every rank */
+    TRY(w->agree(w, take_memory(&s, bytes)));
+    TRY(w->agree(w, register_window(&s, bytes, w)));
+out:
+    give_back(&s);
+    return st;
 }

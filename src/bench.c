@@ -33,7 +33,7 @@ typedef struct ask {
     list batch, prefix, cohort, support, mode;
     bool per_rank; /* batch: of each rank, not of the job */
     int32_t iterations, blocks, layers, seed;
-    double skew;
+    double skew, timeout;
 } ask;
 
 static const model_config mini = {.layers = 20,
@@ -305,6 +305,7 @@ static void help(void)
         "  --iterations N     forwards timed without a schedule [20]\n"
         "  --skew X           a random router bias up to X, so that some experts are liked [0]\n"
         "  --seed N           of all that is random [1]\n"
+        "  --timeout S        end the job once no rank has moved for S seconds (four times in loading); 0: never [300]\n"
         "  --out FILE.h5      all of it as a table too; must not exist\n");
 }
 
@@ -388,6 +389,7 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
         BLOCKS,
         SEED,
         SKEW,
+        TIMEOUT,
         HELP
     };
 #define FLAG(name, value)                    \
@@ -411,6 +413,7 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
                                           FLAG("blocks", BLOCKS),
                                           FLAG("seed", SEED),
                                           FLAG("skew", SKEW),
+                                          FLAG("timeout", TIMEOUT),
                                           {"help", no_argument, NULL, HELP},
                                           {NULL, 0, NULL, 0}};
 #undef FLAG
@@ -424,7 +427,8 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
                .mode = {{PLAN_FULL}, 1},
                .iterations = 20,
                .blocks = 3,
-               .seed = 1};
+               .seed = 1,
+               .timeout = 300};
     const char **const texts[] = {&a->shape, &a->schedule, &a->out};
     const struct {
         list *to;
@@ -463,6 +467,8 @@ static status parse(ask *a, bool *helped, int argc, char **argv)
                 FAIL(BAD_INPUT, "--%s is \"%s\", want a whole number", name, optarg);
         } else if (flag == SKEW)
             TRY(parse_number(&a->skew, name, optarg, 0, 100));
+        else if (flag == TIMEOUT)
+            TRY(parse_number(&a->timeout, name, optarg, 0, 1e6));
         else
             *helped = true;
     }
@@ -484,7 +490,8 @@ static status choose_device(trial_setup *s, const ask *a)
                              .cuda = s->gpu,
                              .ranks = s->world->size,
                              .joins = transport_joins(),
-                             .deadline = CONNECT_SECONDS};
+                             .deadline = CONNECT_SECONDS,
+                             .timeout = a->timeout};
     TRY(transport_check(&s->way));
 out:
     return st;
@@ -542,7 +549,11 @@ static status open_setup(trial_setup *s, const ask *a)
     world *w = s->world;
     TRY(w->agree(w, choose_device(s, a)));
     TRY(w->agree(w, device_open(&s->backend, w, s->gpu, 0)));
-    TRY(w->agree(w, transport_join(&s->joined, &s->way, w, s->backend)));
+    lane_rule shape = {.hidden = s->config->hidden, .top_k = s->config->top_k, .tree = s->tree,
+                       .payload = s->backend->activation};
+    TRY(w->agree(w, transport_join(&s->joined, &s->way, &shape, w, s->backend)));
+    if (w->rank == 0)
+        transport_say(&s->way, stderr);
     TRY(w->agree(w, device_ceilings(s->backend, s->gpu, &s->most.bytes, &s->most.flops)));
     weight_rule wr = {.matrices = s->gpu ? BF16 : F32, .tree = s->tree, .rank = w->rank};
     TRY(w->agree(w, weights_random(&s->weights, s->config, s->backend, &wr, (uint64_t)a->seed, (float)a->skew)));

@@ -143,6 +143,8 @@ status job_open(job *j, const char *command_line)
     fault_point("load");
     TRY(w->agree(w, stage_device(&j->stage)));
     TRY(w->agree(w, stage_join(&j->stage)));
+    if (w->rank == 0)
+        transport_say(&j->stage.way, stderr);
     TRY(w->agree(w, stage_load(&j->stage)));
     TRY(w->agree(w, stage_connect(&j->stage)));
     st = o->audit ? audit_open(&j->audit, j->stage.executor) : OK;

@@ -19,6 +19,7 @@ typedef struct lane_rule {
     const sum_tree *tree;  /* who owns which expert, and the order of sums */
     dtype payload;         /* of x: the backend's activation dtype */
     dtype combine;         /* of partial sums between ranks: F32, or BF16, with which sums depend on the ranks (GPUs) */
+    double patience;       /* seconds that a kernel of lsa waits for another rank before it gives up */
 } lane_rule;
 
 /* What arrived for this rank's experts; the tensors belong to the lane and hold until the next dispatch. Their rows may
@@ -87,5 +88,8 @@ status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, n
  * all others, too many ranks, a hidden size that is no multiple of 8. FAILED: no memory; agree on the status. Close
  * it when every rank's last combine is over. Borrows backend and communicator. */
 status lane_lsa_open(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n);
+/* Would it open for this tree and shape of rows? Every rank calls it at once and has the same answer: OK, or BAD_INPUT
+ * with its message, whole at rank 0. A window of a few bytes is made and given back. FAILED: no memory, or NCCL. */
+status lane_lsa_try(const lane_rule *rule, backend *b, world *w, nccl_comm *n);
 
 #endif

@@ -1,6 +1,7 @@
 #include "src/memory.h"
 
 #include "src/model/weights.h"
+#include "src/options.h"
 #include "src/plan/scheduler.h"
 
 #include <errno.h>
@@ -10,14 +11,30 @@
 #include <string.h>
 
 enum { BLOCK = 32 };
-static const double GPU_FIXED = 0.7e9; /* bytes: context and kernels, cuBLASLt, staging; measured */
+/* Bytes, measured. JOINED: two communicators of NCCL 2.28.3 on H200, 2026-11-30; SENDS: the channels that it opens to
+ * each rank at the first send. */
+static const double GPU_FIXED = 0.7e9 /* context and kernels, cuBLASLt, staging */, JOINED = 0.66e9, SENDS = 0.62e9;
 
 static double at_most(double n, double most)
 {
     return n < most ? n : most;
 }
 
-/* The layouts of mpi/lane_*.c, without what is a few KB. */
+static double at_least(double n, double least)
+{
+    return n > least ? n : least;
+}
+
+/* The windows of mpi/lane_lsa.c, without what is a few KB. */
+static double window_bytes(const model_config *c, const sum_tree *t, double rows)
+{
+    int32_t units = 0;
+    for (int r = 0; r < t->ranks; r++)
+        units = t->rank_unit[r + 1] - t->rank_unit[r] > units ? t->rank_unit[r + 1] - t->rank_unit[r] : units;
+    return t->ranks * rows * (2.0 * c->hidden + 8.0 * c->top_k + 4.0 * units * c->hidden);
+}
+
+/* The layouts of the other lanes, likewise. */
 static double lane_bytes(const model_config *c, const sum_tree *t, double rows, dtype activation)
 {
     double h = 4.0 * c->hidden, units = t->rank_unit[1], others = t->ranks - 1, there = t->unit_count - units;
@@ -40,22 +57,29 @@ static double scratch_bytes(const model_config *c, const executor_rule *r, doubl
     return experts > head ? experts : head;
 }
 
-void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, const sum_tree *tree, dtype matrices,
-               dtype activation)
+void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, const memory_way *way)
 {
-    weight_rule wr = {.matrices = matrices, .tree = tree, .rank = 0};
-    executor_sizes z = executor_measure(r, c, activation);
+    const sum_tree *tree = way->tree;
+    weight_rule wr = {.matrices = way->matrices, .tree = tree, .rank = 0};
+    executor_sizes z = executor_measure(r, c, way->activation);
     double rows = (double)executor_max_rows(r);
+    bool gpu = way->activation == BF16, named = way->transport == TRANSPORT_NCCL || way->transport == TRANSPORT_LSA;
     *out = (memory_plan){.weights = (double)weights_bytes(c, &wr),
                          .experts = 3.0 * tree->rank_first[1] * c->expert_inner * c->hidden *
-                                    (double)dtype_bytes(matrices) * (c->layers - c->dense_layers),
+                                    (double)dtype_bytes(way->matrices) * (c->layers - c->dense_layers),
                          .kv = (double)z.kv,
                          .slots = (double)z.slots,
                          .activations = (double)z.iteration,
-                         .lane = lane_bytes(c, tree, rows, activation),
-                         .scratch = activation == BF16 ? scratch_bytes(c, r, rows, tree->ranks) : 0,
-                         .fixed = activation == BF16 ? GPU_FIXED : 0};
-    out->total = out->weights + out->kv + out->slots + out->activations + out->lane + out->scratch + out->fixed;
+                         .scratch = gpu ? scratch_bytes(c, r, rows, tree->ranks) : 0,
+                         .fixed = gpu ? GPU_FIXED : 0};
+    if (way->transport != TRANSPORT_LSA)
+        out->lane = lane_bytes(c, tree, rows, way->activation);
+    if (gpu && (way->transport == TRANSPORT_LSA || (way->transport == TRANSPORT_AUTO && tree->ranks > 1)))
+        out->lane = at_least(out->lane, window_bytes(c, tree, rows));
+    if (gpu && (named || tree->ranks > 1))
+        out->joined = JOINED + (way->transport == TRANSPORT_LSA ? 0 : SENDS * (tree->ranks - 1));
+    out->total = out->weights + out->kv + out->slots + out->activations + out->lane + out->scratch + out->fixed +
+                 out->joined;
 }
 
 status memory_fits(const memory_plan *p, double bytes)
@@ -67,9 +91,9 @@ status memory_fits(const memory_plan *p, double bytes)
             BAD_INPUT,
             "this job takes %.2f GB of each device, %.2f are there: weights %.2f (more ranks share them), KV pool %.2f "
             "(--kv-tokens) (bench: --prefix), slots %.2f (--batch), activations %.2f, lane %.2f and scratch %.2f (--batch, "
-            "--prefill-blocks)",
+            "--prefill-blocks), CUDA %.2f, NCCL %.2f",
             p->total / gb, bytes / gb, p->weights / gb, p->kv / gb, p->slots / gb, p->activations / gb, p->lane / gb,
-            p->scratch / gb);
+            p->scratch / gb, p->fixed / gb, p->joined / gb);
 out:
     return st;
 }
@@ -85,7 +109,9 @@ status memory_measure(memory_plan *out, const model_config *c, const memory_ask 
                        .max_tokens = c->max_positions,
                        .page_count = slot_count * ((o->context + block - 1) / block),
                        .block = {.block_size = block, .prefill_blocks = o->prefill_blocks, .cohort = 1}};
-    memory_of(out, c, &r, tree, o->matrices, o->activation);
+    memory_of(out, c, &r,
+              &(memory_way){.tree = tree, .matrices = o->matrices, .activation = o->activation,
+                            .transport = o->transport});
 out:
     sum_tree_close(tree);
     return st;
@@ -151,6 +177,16 @@ out:
     return st;
 }
 
+static status parse_transport(int *out, const char *text)
+{
+    status st = OK;
+    *out = strcmp(text, "lsa") == 0 ? TRANSPORT_LSA : strcmp(text, "nccl") == 0 ? TRANSPORT_NCCL : TRANSPORT_AUTO;
+    if (*out == TRANSPORT_AUTO && strcmp(text, "auto") != 0)
+        FAIL(BAD_INPUT, "--transport is \"%s\", want auto, nccl or lsa", text);
+out:
+    return st;
+}
+
 static void help(void)
 {
     printf("usage: epoch model DIR [options]\n\n"
@@ -160,6 +196,7 @@ static void help(void)
            "  --context N        positions of a sequence that the KV pool has room for [2048]\n"
            "  --prefill-blocks N prompt blocks of one rank in one forward [8]\n"
            "  --gpu-memory SIZE  memory of one device, for the largest batch that fits [80G]\n"
+           "  --transport T      between GPUs: nccl or lsa; auto: the one that takes more [auto]\n"
            "  --cpu              the CPU backend's fp32 in place of a GPU's bf16\n");
 }
 
@@ -182,6 +219,8 @@ static void print_plan(const model_config *c, const memory_ask *o, const memory_
     if (p->scratch > 0)
         printf("scratch      %9.3f GB of the largest op; %.1f that CUDA itself holds\n", p->scratch / gb,
                p->fixed / gb);
+    if (p->joined > 0)
+        printf("NCCL         %9.3f GB of its own (--transport lsa: less)\n", p->joined / gb);
     printf("total        %9.3f GB of %.1f: %s\n", p->total / gb, o->device_bytes / gb,
            p->total <= o->device_bytes ? "it fits" : "it does not fit");
     if (largest)
@@ -194,12 +233,13 @@ static void print_plan(const model_config *c, const memory_ask *o, const memory_
 
 status model_command(int argc, char **argv)
 {
-    enum { RANKS = 256, BATCH, CONTEXT, PREFILL, MEMORY, CPU, HELP };
+    enum { RANKS = 256, BATCH, CONTEXT, PREFILL, MEMORY, TRANSPORT, CPU, HELP };
     static const struct option flags[] = {{"ranks", required_argument, NULL, RANKS},
                                           {"batch", required_argument, NULL, BATCH},
                                           {"context", required_argument, NULL, CONTEXT},
                                           {"prefill-blocks", required_argument, NULL, PREFILL},
                                           {"gpu-memory", required_argument, NULL, MEMORY},
+                                          {"transport", required_argument, NULL, TRANSPORT},
                                           {"cpu", no_argument, NULL, CPU},
                                           {"help", no_argument, NULL, HELP},
                                           {NULL, 0, NULL, 0}};
@@ -229,6 +269,8 @@ status model_command(int argc, char **argv)
             TRY(parse_count(&o.prefill_blocks, "prefill-blocks", optarg));
         } else if (flag == MEMORY) {
             TRY(memory_bytes(&o.device_bytes, "gpu-memory", optarg));
+        } else if (flag == TRANSPORT) {
+            TRY(parse_transport(&o.transport, optarg));
         } else if (flag == CPU) {
             o.matrices = o.activation = F32;
         } else {

@@ -7,8 +7,15 @@
 #include "src/exec/executor.h"
 #include "src/model/config.h"
 
+typedef struct memory_way { /* how a job lies on its ranks */
+    const sum_tree *tree;
+    dtype matrices, activation; /* activation BF16: on GPUs */
+    int transport;              /* of options.h; auto between GPUs: the one that takes more */
+} memory_way;
+
 typedef struct memory_ask {
     int32_t ranks;
+    int transport;         /* as in memory_way */
     int32_t batch;         /* sequences over the whole job */
     int32_t context;       /* positions of a sequence that the KV pool has room for, on average */
     int32_t prefill_blocks;
@@ -22,12 +29,12 @@ typedef struct memory_plan { /* bytes of the rank that holds most */
     double lane;           /* rows of all ranks arriving at once, and their partial sums back */
     double scratch;        /* a GPU's: of the op that wants most */
     double fixed;          /* a GPU's: context, kernels, libraries */
+    double joined;         /* NCCL's own buffers, where it joins the GPUs */
     double total;
 } memory_plan;
 
-/* What rank 0 of tree->ranks, which has most, takes for these settings. activation BF16: on a GPU. */
-void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, const sum_tree *tree, dtype matrices,
-               dtype activation);
+/* What rank 0, which has most, takes for these settings. */
+void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, const memory_way *way);
 /* Does it fit into so many bytes? BAD_INPUT with the items and the flags that make them smaller. */
 status memory_fits(const memory_plan *p, double bytes);
 

@@ -92,7 +92,8 @@ static status check_device(stage *s)
                              .cuda = s->cuda,
                              .ranks = s->world->size,
                              .joins = transport_joins(),
-                             .deadline = o->connect_timeout};
+                             .deadline = o->connect_timeout,
+                             .timeout = o->timeout};
     TRY(transport_check(&s->way));
     if (s->cuda && o->weights == WEIGHTS_F32)
         FAIL(BAD_INPUT, "--weights f32 with --device cuda: matrices are BF16 there");
@@ -107,7 +108,9 @@ static memory_plan plan_memory(const stage *s)
     executor_rule most = s->rule;
     dtype activation = s->cuda ? BF16 : F32;
     most.slot_count = s->most_slots;
-    memory_of(&p, &s->config, &most, s->tree, s->weight_rule.matrices, activation);
+    memory_of(&p, &s->config, &most,
+              &(memory_way){.tree = s->tree, .matrices = s->weight_rule.matrices, .activation = activation,
+                            .transport = s->way.transport});
     double shadow = s->options->audit ? (double)audit_bytes(&most, &s->config, activation) : 0;
     p.activations += shadow;
     p.total += shadow;
@@ -168,10 +171,21 @@ static void connecting(const stage *s, bool begins)
         heartbeat_stage(s->heart, begins ? WATCH_CONNECT : WATCH_LOAD);
 }
 
+/* Without the number of rows. */
+static lane_rule shape_of_rows(const stage *s)
+{
+    return (lane_rule){.hidden = s->config.hidden,
+                       .top_k = s->config.top_k,
+                       .tree = s->tree,
+                       .payload = s->backend->activation,
+                       .combine = s->way.combine};
+}
+
 status stage_join(stage *s)
 {
+    lane_rule lr = shape_of_rows(s);
     connecting(s, true);
-    status st = transport_join(&s->joined, &s->way, s->world, s->backend);
+    status st = transport_join(&s->joined, &s->way, &lr, s->world, s->backend);
     connecting(s, false);
     return st;
 }
@@ -192,12 +206,8 @@ status stage_connect(stage *s)
     status st = OK;
     executor_rule most = s->rule;
     most.slot_count = s->most_slots;
-    lane_rule lr = {.hidden = s->config.hidden,
-                    .top_k = s->config.top_k,
-                    .max_rows = executor_max_rows(&most),
-                    .tree = s->tree,
-                    .payload = s->backend->activation,
-                    .combine = s->way.combine};
+    lane_rule lr = shape_of_rows(s);
+    lr.max_rows = executor_max_rows(&most);
     connecting(s, true);
     TRY(transport_open(&s->lane, &s->way, &lr, s->backend, s->world, s->joined));
     connecting(s, false);
@@ -249,8 +259,8 @@ void stage_print(const stage *s, FILE *to)
                 (double)z.iteration / 1e6);
     }
     memory_plan p = plan_memory(s);
-    fprintf(to, "# the rank that has most takes %.1f MB of its device: lane %.1f, scratch %.1f, CUDA itself %.1f besides\n",
-            p.total / 1e6, p.lane / 1e6, p.scratch / 1e6, p.fixed / 1e6);
+    fprintf(to, "# the rank that has most takes %.1f MB of its device: lane %.1f, scratch %.1f, CUDA itself %.1f, NCCL %.1f "
+            "besides\n", p.total / 1e6, p.lane / 1e6, p.scratch / 1e6, p.fixed / 1e6, p.joined / 1e6);
 }
 
 json_t *stage_json(const stage *s)

@@ -6,6 +6,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+static const double FOR_EVER = 1e9; /* s: thirty years */
+
 /* One rank's rows stay where they are, unless the way between GPUs is asked for by name. */
 static bool alone(const transport_ask *a)
 {
@@ -73,10 +75,32 @@ static status open_self(lane **out, const transport_ask *a, const lane_rule *r, 
 #endif
 
 #ifdef EPOCH_NCCL
-status transport_join(nccl_comm **out, const transport_ask *a, world *w, backend *b)
+/* What stands against lsa is no error: it is kept, and rows go by nccl. */
+static status choose(transport_ask *a, const lane_rule *r, world *w, backend *b, nccl_comm *n)
 {
+    status st = OK;
+    st = lane_lsa_try(r, b, w, n);
+    if (st != OK && st != BAD_INPUT)
+        goto out;
+    a->settled = true;
+    a->transport = st == OK ? TRANSPORT_LSA : TRANSPORT_NCCL;
+    snprintf(a->against, sizeof a->against, "%s", st == OK ? "" : status_message());
+    st = OK;
+out:
+    return st;
+}
+
+status transport_join(nccl_comm **out, transport_ask *a, const lane_rule *r, world *w, backend *b)
+{
+    status st = OK;
     *out = NULL;
-    return a->cuda && !alone(a) ? nccl_open(out, w, b, a->deadline) : OK;
+    if (!a->cuda || alone(a))
+        return OK;
+    TRY(nccl_open(out, w, b, a->deadline));
+    if (a->transport == TRANSPORT_AUTO)
+        TRY(choose(a, r, w, b, *out));
+out:
+    return st;
 }
 
 void transport_leave(nccl_comm *n)
@@ -89,9 +113,10 @@ static status open_joined(lane **out, const transport_ask *a, const lane_rule *r
     return a->transport == TRANSPORT_LSA ? lane_lsa_open(out, r, b, w, n) : lane_nccl_open(out, r, b, w, n);
 }
 #else /* never asked for: transport_check refuses it */
-status transport_join(nccl_comm **out, const transport_ask *a, world *w, backend *b)
+status transport_join(nccl_comm **out, transport_ask *a, const lane_rule *r, world *w, backend *b)
 {
     (void)a;
+    (void)r;
     (void)w;
     (void)b;
     *out = NULL;
@@ -115,6 +140,22 @@ static status open_joined(lane **out, const transport_ask *a, const lane_rule *r
 }
 #endif
 
+void transport_say(const transport_ask *a, FILE *to)
+{
+    if (!a->settled)
+        return;
+    fprintf(to, "transport    %s", a->transport == TRANSPORT_LSA ? "lsa" : "nccl");
+    if (a->against[0])
+        fprintf(to, "; not lsa: %s", a->against);
+    fprintf(to, "\n");
+}
+
+/* Seconds that a kernel waits for another rank: by then the watchdog has spoken, and has said where each rank was. */
+static double patience(const transport_ask *a)
+{
+    return a->timeout > 0 ? 1.25 * a->timeout + 5 : FOR_EVER;
+}
+
 /* The CUDA experts number in 32 bits what they compute: eight columns, or one, of every edge that may arrive. */
 static status check_edges(const lane_rule *r)
 {
@@ -130,12 +171,14 @@ out:
 status transport_open(lane **out, const transport_ask *a, const lane_rule *r, backend *b, world *w, nccl_comm *n)
 {
     status st = OK;
+    lane_rule patient = *r;
+    patient.patience = patience(a);
     *out = NULL;
     if (a->cuda)
         TRY(check_edges(r));
     if (alone(a))
-        return open_self(out, a, r, b);
-    return a->cuda ? open_joined(out, a, r, b, w, n) : lane_mpi_open(out, r, b, w);
+        return open_self(out, a, &patient, b);
+    return a->cuda ? open_joined(out, a, &patient, b, w, n) : lane_mpi_open(out, &patient, b, w);
 out:
     return st;
 }

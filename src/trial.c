@@ -356,8 +356,9 @@ static double planned(const trial *x)
 {
     memory_plan p;
     const trial_setup *s = x->with;
-    dtype t = s->backend->activation;
-    memory_of(&p, s->config, &x->rule, s->tree, s->gpu ? BF16 : F32, t);
+    memory_of(&p, s->config, &x->rule,
+              &(memory_way){.tree = s->tree, .matrices = s->gpu ? BF16 : F32, .activation = s->backend->activation,
+                            .transport = s->way.transport});
     return p.total;
 }
 

@@ -100,6 +100,17 @@ for transport in $transports; do
     ended KILL 137 "" --transport $transport
     ended STOP 3 "the others wait for rank 1/2" --transport $transport
 done
+chosen() { # chosen NAME TEXT: what auto says that it took, and the tokens of one rank
+    decode "auto-$1" 2 --mode epoch --limit 6 --batch 3 && same one-alone "auto-$1" && grep "^transport    $2" "$scratch/auto-$1.log"
+    verdict $? "auto: $1"
+}
+windows="NCCL makes no window here"
+if [ "$stand_in" ]; then
+    chosen "no windows" "nccl; not lsa: .*$windows"
+else
+    chosen "windows" "lsa$"
+    NCCL_CUMEM_ENABLE=0 chosen "no windows" "nccl; not lsa: .*$windows"
+fi
 for transport in nccl lsa; do
     stand_in= decode lone-$transport 1 --mode epoch --limit 6 --batch 1 --transport $transport && same one-alone lone-$transport
     verdict $? "one rank by $transport"

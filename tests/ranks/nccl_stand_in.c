@@ -1,6 +1,6 @@
 /* Stands for NCCL where several ranks must share one GPU, which NCCL refuses: preloaded into the program, it carries
  * groups of sends and receives through host memory and MPI, and gives each rank's GPU a PCI bus id of its own. Slow,
- * and exact: whatever depends on ranks but not on the wire can be tested with it.
+ * and exact: whatever depends on ranks but not on the wire can be tested with it. It makes no windows of GPU memory.
  *   STAND_IN=version   the library is not the headers' version
  *   STAND_IN=hangs     the start is never over
  *   STAND_IN=fails     rank 1's hundredth group fails */
@@ -102,6 +102,26 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
     (void)comm;
+    return ncclSuccess;
+}
+
+ncclResult_t ncclMemAlloc(void **memory, size_t bytes)
+{
+    return cudaMalloc(memory, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+ncclResult_t ncclMemFree(void *memory)
+{
+    return cudaFree(memory) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *memory, size_t bytes, ncclWindow_t *window, int flags)
+{
+    (void)comm;
+    (void)memory;
+    (void)bytes;
+    (void)flags;
+    *window = NULL;
     return ncclSuccess;
 }
 

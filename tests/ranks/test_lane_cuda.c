@@ -4,7 +4,7 @@
  * each rank make of a row, and with all experts on one GPU.
  *
  *   mpirun -n R test_lane_cuda               the tests
- *   mpirun -n R test_lane_cuda bench [PUSH FOLD [BF16]]   microseconds and GB/s */
+ *   mpirun -n R test_lane_cuda bench [PUSH FOLD [BF16]]   microseconds and GB/s, beside the lane of sends and receives */
 #include "tests/ranks/ranks.h"
 
 #include "mpi/lane_lsa.h"
@@ -35,6 +35,7 @@ typedef struct fleet {
     int size, here; /* ranks; those in this process */
     int hidden, inner, experts, top_k;
     int64_t max_rows;
+    bool sends; /* the lane of sends and receives, beside which the other is timed */
     sum_tree *tree, *alone;
     lane_rule rule;
     rig rig[MOST];
@@ -143,7 +144,8 @@ static void open_fleet(fleet *f, int size, int experts, int n_group, int top_k, 
             must(lsa_open(&f->rig[i].l, &f->rule, f->rig[i].b, i, window, blocks, patience));
     } else {
         must(nccl_open(&f->n, job, gpu[0], 60));
-        must(lsa_join(&f->rig[0].l, &f->rule, gpu[0], job, f->n, blocks, patience));
+        must(f->sends ? lane_nccl_open(&f->rig[0].l, &f->rule, gpu[0], job, f->n)
+                      : lsa_join(&f->rig[0].l, &f->rule, gpu[0], job, f->n, blocks, patience));
     }
 }
 
@@ -605,70 +607,98 @@ static int by_size(const void *a, const void *b)
 }
 
 typedef enum part { THERE, EXPERTS, BACK, ALONE, PARTS } part;
+typedef enum pass { PLAIN, TIMED, EXPERTS_ALONE, PASSES } pass;
 
-/* Rows of LLaDA2.0-mini between the ranks, with experts that do little but write their sums. Graphs of ROUND_TRIPS
+/* What a pass is made of. */
+typedef struct course {
+    const fleet *f;
+    rig *g;
+    tensor x, ids, w, y;
+    expert_set e;
+    lane_load in; /* of the newest dispatch */
+    void *room;   /* where sums of experts alone go */
+    cudaEvent_t event[3 * ROUND_TRIPS + 1];
+} course;
+
+static void note(course *o, pass kind, int i)
+{
+    cuda *c = cuda_of(o->g->b);
+    if (kind == TIMED)
+        CUDA_MUST(cudaEventRecordWithFlags(o->event[i], c->stream, o->g->l->replays ? cudaEventRecordExternal : 0));
+}
+
+static void enqueue_pass(course *o, pass kind)
+{
+    rig *g = o->g;
+    int64_t units = o->f->tree->rank_unit[g->rank + 1] - o->f->tree->rank_unit[g->rank];
+    note(o, kind, 0);
+    for (int i = 0; i < ROUND_TRIPS; i++) {
+        if (kind != EXPERTS_ALONE)
+            must(g->l->dispatch(g->l, &o->in, &o->x, &o->ids, &o->w));
+        note(o, kind, 3 * i + 1);
+        lane_load load = o->in;
+        o->e.away = kind != EXPERTS_ALONE ? load.away : NULL;
+        load.x.rows = load.ids.rows = load.weights.rows = o->f->size * o->x.rows;
+        load.y.rows = load.x.rows * units;
+        if (load.away) /* nothing goes there then */
+            load.y.data = o->room;
+        must(g->b->experts(g->b, &load.y, &load.x, &load.ids, &load.weights, &o->e));
+        note(o, kind, 3 * i + 2);
+        if (kind != EXPERTS_ALONE)
+            must(g->l->combine(g->l, &o->y, &o->in));
+        note(o, kind, 3 * i + 3);
+    }
+}
+
+/* Recorded once where the lane can be, else enqueued anew. */
+static void go(course *o, cudaGraphExec_t exec[PASSES], pass kind)
+{
+    if (o->g->l->replays)
+        CUDA_MUST(cudaGraphLaunch(exec[kind], cuda_of(o->g->b)->stream));
+    else
+        enqueue_pass(o, kind);
+}
+
+/* Rows of LLaDA2.0-mini between the ranks, with experts that do little but write their sums. Passes of ROUND_TRIPS
  * times the three, with an event at each and without, and of experts alone that write to a place of their own: what
- * they take longer to write to other ranks is the way back's. */
-static void bench(int push, int fold, dtype combine)
+ * they take longer to write to other ranks is the way back's. Microseconds there and back of 32 rows. */
+static double bench(bool sends, int push, int fold, dtype combine)
 {
     static const int rows[] = {32, 256, 2048, 4096, 8192};
-    fleet f = {.hidden = 2048, .inner = 64};
+    double first = 0;
+    fleet f = {.hidden = 2048, .inner = 64, .sends = sends};
     lsa_blocks blocks = {push, fold};
     open_fleet(&f, 0, 64, 1, 8, 8192, combine, push > 0 ? &blocks : NULL, 20);
     rig *g = &f.rig[0];
     cuda *c = cuda_of(g->b);
-    expert_set e = experts_of(&f, g, f.tree, g->rank);
-    cudaEvent_t event[3 * ROUND_TRIPS + 1];
-    void *room;
+    course o = {.f = &f, .g = g, .e = experts_of(&f, g, f.tree, g->rank)};
     int64_t units = f.tree->rank_unit[g->rank + 1] - f.tree->rank_unit[g->rank];
-    must(g->b->reserve(g->b, &room, (size_t)(f.size * f.max_rows * units * f.hidden) * sizeof(float)));
+    must(g->b->reserve(g->b, &o.room, (size_t)(f.size * f.max_rows * units * f.hidden) * sizeof(float)));
     for (int i = 0; i <= 3 * ROUND_TRIPS; i++)
-        CUDA_MUST(cudaEventCreate(&event[i]));
-    lane_load most; /* the largest once, before graphs: scratch does not grow within them */
-    tensor apart = {0};
-    fill(&f, g, rows[4], -1);
-    put(&f, g);
-    must(g->l->dispatch(g->l, &most, &g->x, &g->ids, &g->weights));
-    apart = most.y;
-    apart.data = room;
-    must(g->b->experts(g->b, &apart, &most.x, &most.ids, &most.weights, &e));
-    e.away = most.away;
-    must(g->b->experts(g->b, &apart, &most.x, &most.ids, &most.weights, &e));
-    must(g->l->combine(g->l, &g->y, &most));
-    must(g->b->sync(g->b));
-    for (int k = 0; k < 5; k++) {
+        CUDA_MUST(cudaEventCreate(&o.event[i]));
+    for (int k = -1; k < 5; k++) { /* at first the largest once: scratch does not grow within graphs */
         double us[PARTS][ROUND_TRIPS * REPEATS], all[REPEATS], median[PARTS];
-        cudaGraphExec_t exec[3]; /* plain, timed, experts alone */
-        lane_load in;
+        cudaGraphExec_t exec[PASSES];
         lane_traffic t;
-        tensor x = g->x, ids = g->ids, w = g->weights, y = g->y;
+        int n = rows[k < 0 ? 4 : k];
         seed = 100u + (uint32_t)job->rank;
-        fill(&f, g, rows[k], -1);
+        fill(&f, g, n, -1);
         put(&f, g);
-        x.rows = ids.rows = w.rows = y.rows = rows[k];
-        for (int kind = 0; kind < 3; kind++) {
+        o.x = tensor_rows(&g->x, 0, n);
+        o.ids = tensor_rows(&g->ids, 0, n);
+        o.w = tensor_rows(&g->weights, 0, n);
+        o.y = tensor_rows(&g->y, 0, n);
+        o.x.used = o.ids.used = o.w.used = o.y.used = g->used.data;
+        if (k < 0) {
+            enqueue_pass(&o, PLAIN);
+            enqueue_pass(&o, EXPERTS_ALONE);
+            must(g->b->sync(g->b));
+            continue;
+        }
+        for (pass kind = PLAIN; kind < PASSES && g->l->replays; kind++) {
             cudaGraph_t graph;
             CUDA_MUST(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
-            if (kind == 1)
-                CUDA_MUST(cudaEventRecordWithFlags(event[0], c->stream, cudaEventRecordExternal));
-            for (int i = 0; i < ROUND_TRIPS; i++) {
-                if (kind < 2)
-                    must(g->l->dispatch(g->l, &in, &x, &ids, &w));
-                if (kind == 1)
-                    CUDA_MUST(cudaEventRecordWithFlags(event[3 * i + 1], c->stream, cudaEventRecordExternal));
-                tensor local = in.y;
-                local.data = room;
-                e.away = kind < 2 ? in.away : NULL;
-                in.x.rows = in.ids.rows = in.weights.rows = (int64_t)f.size * rows[k];
-                local.rows = in.x.rows * units;
-                must(g->b->experts(g->b, &local, &in.x, &in.ids, &in.weights, &e));
-                if (kind == 1)
-                    CUDA_MUST(cudaEventRecordWithFlags(event[3 * i + 2], c->stream, cudaEventRecordExternal));
-                if (kind < 2)
-                    must(g->l->combine(g->l, &y, &in));
-                if (kind == 1)
-                    CUDA_MUST(cudaEventRecordWithFlags(event[3 * i + 3], c->stream, cudaEventRecordExternal));
-            }
+            enqueue_pass(&o, kind);
             CUDA_MUST(cudaStreamEndCapture(c->stream, &graph));
             CUDA_MUST(cudaGraphInstantiate(&exec[kind], graph, 0));
             CUDA_MUST(cudaGraphDestroy(graph));
@@ -678,23 +708,23 @@ static void bench(int push, int fold, dtype combine)
             float ms;
             int to = r < 0 ? 0 : r;
             must(job->agree(job, OK));
-            CUDA_MUST(cudaGraphLaunch(exec[1], c->stream));
+            go(&o, exec, TIMED);
             CUDA_MUST(cudaStreamSynchronize(c->stream));
             for (int i = 0; i < 3 * ROUND_TRIPS; i++) {
-                CUDA_MUST(cudaEventElapsedTime(&ms, event[i], event[i + 1]));
+                CUDA_MUST(cudaEventElapsedTime(&ms, o.event[i], o.event[i + 1]));
                 us[i % 3][to * ROUND_TRIPS + i / 3] = 1e3 * (double)ms;
             }
             must(job->agree(job, OK));
-            CUDA_MUST(cudaGraphLaunch(exec[0], c->stream)); /* so that the ranks begin together */
-            CUDA_MUST(cudaEventRecord(event[0], c->stream));
-            CUDA_MUST(cudaGraphLaunch(exec[0], c->stream));
-            CUDA_MUST(cudaEventRecord(event[1], c->stream));
-            CUDA_MUST(cudaGraphLaunch(exec[2], c->stream));
-            CUDA_MUST(cudaEventRecord(event[2], c->stream));
+            go(&o, exec, PLAIN); /* so that the ranks begin together */
+            CUDA_MUST(cudaEventRecord(o.event[0], c->stream));
+            go(&o, exec, PLAIN);
+            CUDA_MUST(cudaEventRecord(o.event[1], c->stream));
+            go(&o, exec, EXPERTS_ALONE);
+            CUDA_MUST(cudaEventRecord(o.event[2], c->stream));
             CUDA_MUST(cudaStreamSynchronize(c->stream));
-            CUDA_MUST(cudaEventElapsedTime(&ms, event[0], event[1]));
+            CUDA_MUST(cudaEventElapsedTime(&ms, o.event[0], o.event[1]));
             all[to] = 1e3 * (double)ms / ROUND_TRIPS;
-            CUDA_MUST(cudaEventElapsedTime(&ms, event[1], event[2]));
+            CUDA_MUST(cudaEventElapsedTime(&ms, o.event[1], o.event[2]));
             us[ALONE][to] = 1e3 * (double)ms / ROUND_TRIPS;
         }
         must(g->l->traffic(g->l, &t));
@@ -706,18 +736,22 @@ static void bench(int push, int fold, dtype combine)
         }
         qsort(all, REPEATS, sizeof *all, by_size);
         double back = all[REPEATS / 2] - median[THERE] - median[ALONE], both = all[REPEATS / 2] - median[ALONE];
+        first = k == 0 ? both : first;
         printf("%-4s %-4s %d ranks, %5d rows each, blocks %d %d: dispatch %7.2f us %6.1f GB/s, sums and combine "
                "%7.2f us %6.1f GB/s, both %7.2f us; by events experts %7.2f combine %7.2f us, experts alone %7.2f us\n",
-               g->l->name, dtype_name(combine), f.size, rows[k], push, fold, median[THERE],
+               g->l->name, dtype_name(combine), f.size, n, push, fold, median[THERE],
                (double)t.bytes_dispatched / trips / median[THERE] / 1e3, back,
                (double)t.bytes_combined / trips / back / 1e3, both, median[EXPERTS], median[BACK], median[ALONE]);
         fflush(stdout);
-        for (int kind = 0; kind < 3; kind++)
+        for (pass kind = PLAIN; kind < PASSES && g->l->replays; kind++)
             CUDA_MUST(cudaGraphExecDestroy(exec[kind]));
     }
+    for (int i = 0; i <= 3 * ROUND_TRIPS; i++)
+        CUDA_MUST(cudaEventDestroy(o.event[i]));
     g->b->sync(g->b);
-    g->b->release(g->b, room);
+    g->b->release(g->b, o.room);
     close_fleet(&f);
+    return first;
 }
 
 int main(int argc, char **argv)
@@ -739,7 +773,11 @@ int main(int argc, char **argv)
         return SKIPPED;
     }
     if (argc > 1 && strcmp(argv[1], "bench") == 0) {
-        bench(argc > 2 ? atoi(argv[2]) : 0, argc > 3 ? atoi(argv[3]) : 0, argc > 4 ? BF16 : F32);
+        int push = argc > 2 ? atoi(argv[2]) : 0, fold = argc > 3 ? atoi(argv[3]) : 0;
+        double windows = bench(false, push, fold, argc > 4 ? BF16 : F32);
+        double sends = bench(true, 0, 0, argc > 4 ? BF16 : F32);
+        if (job->rank == 0)
+            printf("32 rows there and back: lsa %.2f us, nccl %.2f us, %.2f times\n", windows, sends, sends / windows);
         return ranks_close(0);
     }
     return job->size > 1 ? ranks_run(joined) : ranks_run(tests);

@@ -7,6 +7,7 @@
 #include <cmocka.h>
 
 #include "src/memory.h"
+#include "src/options.h"
 
 #include <string.h>
 
@@ -65,7 +66,7 @@ static void test_fits(void **state)
     (void)state;
     int32_t largest;
     memory_plan p = plan(SHAPES "llada2-mini", gpu, &largest);
-    double sum = p.weights + p.kv + p.slots + p.activations + p.lane + p.scratch + p.fixed;
+    double sum = p.weights + p.kv + p.slots + p.activations + p.lane + p.scratch + p.fixed + p.joined;
     assert_true(p.total == sum && p.scratch > 1e9 && p.lane > 0.5e9);
     assert_int_equal(memory_fits(&p, p.total), OK);
     assert_int_equal(memory_fits(&p, p.total * 0.9), BAD_INPUT);
@@ -75,7 +76,33 @@ static void test_fits(void **state)
     memory_ask cpu = gpu;
     cpu.activation = cpu.matrices = F32;
     p = plan(SHAPES "llada2-mini", cpu, &largest);
-    assert_true(p.scratch == 0 && p.fixed == 0);
+    assert_true(p.scratch == 0 && p.fixed == 0 && p.joined == 0);
+}
+
+/* Windows take less than sends and receives with their buffers; what is not yet chosen is planned as the one that takes
+ * more; GPUs that are not joined have nothing of NCCL's. */
+static void test_transports(void **state)
+{
+    (void)state;
+    int32_t largest[3];
+    memory_plan p[3];
+    const int way[] = {TRANSPORT_AUTO, TRANSPORT_NCCL, TRANSPORT_LSA};
+    for (int ranks = 2; ranks <= 8; ranks *= 2) {
+        for (int i = 0; i < 3; i++) {
+            memory_ask ask = gpu;
+            ask.ranks = ranks;
+            ask.transport = way[i];
+            p[i] = plan(SHAPES "llada2-mini", ask, &largest[i]);
+        }
+        assert_true(p[2].joined > 0 && p[1].joined > p[2].joined && p[0].joined == p[1].joined);
+        assert_true(p[2].lane < p[1].lane && p[0].lane == p[1].lane && largest[2] > largest[1] && largest[0] == largest[1]);
+    }
+    memory_ask one = gpu;
+    one.ranks = 1;
+    one.batch = 8;
+    assert_true(plan(SHAPES "llada2-mini", one, largest).joined == 0);
+    one.transport = TRANSPORT_LSA;
+    assert_true(plan(SHAPES "llada2-mini", one, largest).joined > 0);
 }
 
 static void test_refusals(void **state)
@@ -90,6 +117,7 @@ static void test_refusals(void **state)
         {{"model", "--gpu-memory", "80T", shape}, "--gpu-memory is \"80T\", want a size such as 80G"},
         {{"model", "--gpu-memory", "80", shape}, "--gpu-memory is \"80\", want a size such as 80G"},
         {{"model", "--ranks", "257", shape}, "257 ranks, but the model has 256 experts"},
+        {{"model", "--transport", "mpi", shape}, "--transport is \"mpi\", want auto, nccl or lsa"},
         {{"model", "--what", shape}, "no such option"},
         {{"model"}, "want one checkpoint folder"},
         {{"model", "/nowhere"}, "/nowhere/config.json"},
@@ -109,6 +137,7 @@ static void test_refusals(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_published_shapes), cmocka_unit_test(test_fits),
+                                       cmocka_unit_test(test_transports),
                                        cmocka_unit_test(test_refusals)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

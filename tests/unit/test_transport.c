@@ -10,6 +10,7 @@
 #include "src/options.h"
 #include "src/transport.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -95,6 +96,58 @@ static void test_a_gpu_each(void **state)
     assert_false(all);
 }
 
+static void says(const transport_ask *a, const char *want)
+{
+    char text[600] = "";
+    FILE *to = fmemopen(text, sizeof text, "w");
+    transport_say(a, to);
+    fclose(to);
+    assert_string_equal(text, want);
+}
+
+static void test_says(void **state)
+{
+    (void)state;
+    says(&(transport_ask){.transport = TRANSPORT_NCCL}, "");
+    says(&(transport_ask){.transport = TRANSPORT_LSA, .settled = true}, "transport    lsa\n");
+    says(&(transport_ask){.transport = TRANSPORT_NCCL, .settled = true, .against = "no window"},
+         "transport    nccl; not lsa: no window\n");
+}
+
+/* Neither a rank alone nor CPUs are joined: there is nothing to choose. */
+static void test_nothing_to_join(void **state)
+{
+    (void)state;
+    transport_ask alone = {.ranks = 1, .cuda = true, .joins = true}, cpus = {.ranks = 4};
+    nccl_comm *n;
+    assert_int_equal(transport_join(&n, &alone, NULL, NULL, NULL), OK);
+    assert_true(!n && !alone.settled && alone.transport == TRANSPORT_AUTO);
+    assert_int_equal(transport_join(&n, &cpus, NULL, NULL, NULL), OK);
+    assert_true(!n && !cpus.settled && cpus.transport == TRANSPORT_AUTO);
+}
+
+#ifdef EPOCH_NCCL
+/* Rows that the kernels cannot carry are refused before anything is taken, and in the same way on every rank. */
+static void test_rows_against_lsa(void **state)
+{
+    (void)state;
+    const struct {
+        int32_t hidden, top_k, ranks;
+        const char *says;
+    } cases[] = {{132, 8, 2, "the hidden size is 132 and top_k 8, want a multiple of 8"},
+                 {128, 33, 2, "the hidden size is 128 and top_k 33, want a multiple of 8 and at most 32"},
+                 {128, 8, 65, "65 ranks, at most 64: take --transport nccl"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        sum_tree *t;
+        assert_int_equal(sum_tree_open(&t, 128, 1, cases[i].ranks), OK);
+        lane_rule r = {.hidden = cases[i].hidden, .top_k = cases[i].top_k, .tree = t, .payload = BF16};
+        assert_int_equal(lane_lsa_try(&r, NULL, NULL, NULL), BAD_INPUT);
+        assert_non_null(strstr(status_message(), cases[i].says));
+        sum_tree_close(t);
+    }
+}
+#endif
+
 /* Refused before anything is opened: the experts of a GPU count edges in 32 bits. */
 static void test_too_many_rows(void **state)
 {
@@ -116,6 +169,11 @@ static void test_too_many_rows(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_choices), cmocka_unit_test(test_a_gpu_each),
-                                       cmocka_unit_test(test_too_many_rows)};
+                                       cmocka_unit_test(test_too_many_rows), cmocka_unit_test(test_says),
+                                       cmocka_unit_test(test_nothing_to_join),
+#ifdef EPOCH_NCCL
+                                       cmocka_unit_test(test_rows_against_lsa),
+#endif
+    };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

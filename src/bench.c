@@ -6,6 +6,7 @@
 #include "src/options.h"
 #include "src/plan/scheduler.h"
 #include "src/trial.h"
+#include "src/watch.h"
 
 #include <errno.h>
 #include <getopt.h>
@@ -549,6 +550,8 @@ static status open_setup(trial_setup *s, const ask *a)
     world *w = s->world;
     TRY(w->agree(w, choose_device(s, a)));
     TRY(w->agree(w, device_open(&s->backend, w, s->gpu, 0)));
+    if (s->heart)
+        atomic_store(&s->heart->reached, s->backend->reached);
     lane_rule shape = {.hidden = s->config->hidden, .top_k = s->config->top_k, .tree = s->tree,
                        .payload = s->backend->activation};
     TRY(w->agree(w, transport_join(&s->joined, &s->way, &shape, w, s->backend)));
@@ -651,12 +654,54 @@ out:
     return st;
 }
 
+/* ---- the watchdog */
+
+typedef struct guard {
+    watch watch;
+    char folder[4000]; /* of its heartbeats: beside --out, or where the job was started; a job that is killed leaves it */
+} guard;
+
+/* Where there are several ranks: one alone waits for nobody. */
+static status open_guard(guard *g, trial_setup *s, const ask *a)
+{
+    status st = OK;
+    world *w = s->world;
+    if (w->size == 1 || a->timeout <= 0)
+        return OK;
+    watch_alarm(&g->watch, w, a->timeout, 0);
+    snprintf(g->folder, sizeof g->folder, "%s.watch-XXXXXX", a->out ? a->out : "bench");
+    if (w->rank == 0 && !mkdtemp(g->folder))
+        st = status_fail(BAD_INPUT, __FILE__, __LINE__,
+                         "%s: the watchdog's folder cannot be made: %s; start where files can be written, or with "
+                         "--timeout 0", g->folder, strerror(errno));
+    TRY(w->agree(w, st));
+    TRY(w->bcast(w, g->folder, sizeof g->folder, 0));
+    TRY(w->agree(w, watch_open(&g->watch, g->folder)));
+    s->heart = &g->watch.heart;
+out:
+    return st;
+}
+
+static void close_guard(guard *g, world *w, bool together)
+{
+    if (!g->watch.dog)
+        return;
+    watch_close(&g->watch);
+    if (together)
+        w->agree(w, OK); /* nobody writes there any more */
+    if (w->rank == 0) {
+        remove(g->watch.file);
+        rmdir(g->folder);
+    }
+}
+
 status bench(world *w, int argc, char **argv, bool *together)
 {
     status st = OK;
     ask a;
     model_config c = {0};
     trial_setup s = {.config = &c, .world = w, .together = together};
+    guard g = {0};
     int32_t *pace = NULL;
     bool helped = false;
     *together = true;
@@ -669,9 +714,11 @@ status bench(world *w, int argc, char **argv, bool *together)
     s.seed = (uint64_t)a.seed;
     TRY(w->agree(w, check(&s, &c, &pace, &a)));
     TRY(w->agree(w, a.out && w->rank == 0 ? check_out(a.out) : OK));
+    TRY(open_guard(&g, &s, &a));
     TRY(open_setup(&s, &a));
     TRY(run_and_save(&s, &a, argc, argv));
 out:
+    close_guard(&g, w, *together);
     transport_leave(s.joined);
     weights_close(s.weights);
     if (s.backend)

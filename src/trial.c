@@ -27,6 +27,7 @@ typedef struct trial {
     void *pace_slab;
     int32_t blocks, skipped;  /* of each sequence; forwards that pass before the others */
     int32_t forwards, looked; /* timed; timed by phase and looked into */
+    int64_t begun;            /* forwards so far */
     double seconds, part[PHASES];
 } trial;
 
@@ -126,6 +127,7 @@ static status open_batch(trial *x)
                     .combine = s->way.combine};
     TRY(transport_open(&x->lane, &s->way, &lr, b, s->world, s->joined));
     TRY(executor_open(&x->executor, &x->rule, s->config, s->weights, b, x->lane));
+    x->executor->heart = s->heart;
     TRY(b->random(b, &x->executor->kv.k, s->seed + 1, 1.7f));
     TRY(b->random(b, &x->executor->kv.v, s->seed + 2, 1.7f));
     tensor pace = tensor_of(NULL, I32, s->patterns, PATTERN_STEPS);
@@ -184,13 +186,25 @@ out:
 
 /* ---- timing */
 
+static void begin(trial *x)
+{
+    if (x->with->heart)
+        heartbeat_iteration(x->with->heart, x->begun++);
+}
+
+static status whole_forward(trial *x)
+{
+    begin(x);
+    return executor_forward(x->executor);
+}
+
 /* The ranks begin together, behind the forwards that are skipped. */
 static status together(trial *x)
 {
     status st = OK;
     TRY(reset(x));
     for (int32_t i = 0; i < x->skipped; i++)
-        TRY(executor_forward(x->executor));
+        TRY(whole_forward(x));
     TRY(x->with->backend->sync(x->with->backend));
     TRY(x->with->world->agree(x->with->world, OK));
 out:
@@ -204,11 +218,11 @@ static status time_forwards(trial *x)
     backend *b = x->with->backend;
     TRY(reset(x));
     for (int i = 0; i < WARM_UP; i++)
-        TRY(executor_forward(x->executor));
+        TRY(whole_forward(x));
     TRY(together(x));
     double from = clock_seconds();
     for (int32_t i = 0; i < x->forwards; i++)
-        TRY(executor_forward(x->executor));
+        TRY(whole_forward(x));
     TRY(b->sync(b));
     x->seconds = clock_seconds() - from;
 out:
@@ -227,7 +241,7 @@ static status time_phases(trial *x)
     TRY(b->laps(b, x->part));
     memset(x->part, 0, sizeof x->part);
     for (int32_t i = 0; i < x->looked; i++) {
-        TRY(executor_forward(x->executor));
+        TRY(whole_forward(x));
         TRY(b->laps(b, x->part));
     }
 out:
@@ -280,11 +294,12 @@ out:
 }
 
 /* One forward, layer by layer with a look between. */
-static status forward(const trial *x, look *k, int32_t count[4])
+static status forward(trial *x, look *k, int32_t count[4])
 {
     status st = OK;
     executor *e = x->executor;
     backend *b = x->with->backend;
+    begin(x);
     k->touched = (touched){0};
     TRY(executor_begin(e));
     TRY(b->download(b, count, &e->batch.count));
@@ -414,6 +429,8 @@ status trial_run(bench_row *out, const trial_setup *s, const trial_ask *a)
     TRY(w->agree(w, all ? OK : status_fail(FAILED, __FILE__, __LINE__, "out of memory")));
     TRY(w->agree(w, open_batch(&x)));
     *s->together = false;
+    if (s->heart)
+        heartbeat_stage(s->heart, WATCH_RUN);
     TRY(time_forwards(&x));
     TRY(time_phases(&x));
     TRY(look_into(&x, &mine));
@@ -425,6 +442,8 @@ status trial_run(bench_row *out, const trial_setup *s, const trial_ask *a)
         TRY(device_taken(s->backend, s->gpu, &out->taken));
     }
     *s->together = true;
+    if (s->heart)
+        heartbeat_stage(s->heart, WATCH_LOAD);
     snprintf(out->lane, sizeof out->lane, "%s", x.lane->name);
 out:
     if (!*s->together && w->at_abort) /* nothing else would end what is under way between the ranks */

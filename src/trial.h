@@ -16,6 +16,7 @@ typedef struct trial_setup { /* of all rows */
     const model_config *config;
     world *world;
     bool *together; /* false from the first forward to the last: a rank that fails there fails alone */
+    heartbeat *heart; /* NULL: nobody listens */
     bool gpu;
     transport_ask way;
     nccl_comm *joined;

@@ -1,8 +1,12 @@
 """epoch bench on the CPU: the text and the file say the same, count what the schedule says, and refuse what makes no sense."""
 import json
+import os
 import re
+import signal
+import struct
 import subprocess
 import sys
+import time
 
 import h5py
 import numpy
@@ -101,6 +105,24 @@ def test_ranks():
     assert "lane: " not in alone
 
 
+def test_stopped_rank():
+    """The watchdog of epoch run: a rank that no longer moves ends the job, and the message names it."""
+    out = new("stuck.h5")
+    job = cli.start("bench", "--device", "cpu", "--shape", shape("s"), "--batch", 4, "--iterations", 1 << 20, "--timeout", 1.5,
+                    "--out", out)
+    began, stage = time.monotonic(), -1
+    while stage != 2 and time.monotonic() - began < 30: # rank 1's, of its 64 bytes among the heartbeats
+        time.sleep(.05)
+        beats = b"".join(path.read_bytes() for path in out.parent.glob("stuck.h5.watch-*/heartbeats"))
+        stage = struct.unpack_from("i", beats, 64 + 32)[0] if len(beats) >= 128 else -1
+    ranks = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGSTOP)
+    _, said = job.communicate(timeout=60)
+    same(job.returncode, 3)
+    holds(said, "the job is stuck: no rank has moved for 1.5 s (--timeout); the others wait for rank 1/2",
+          "rank 0/2: run, iteration ", "rank 1/2: run, iteration ", "its process does not answer")
+
+
 def test_refusals():
     bad = new("bad.json")
     bad.write_text('{"blocks": [{"given": 0, "commits": [3, 4]}]}')
@@ -114,6 +136,7 @@ def test_refusals():
                        (["--mode", "full,fast"], '--mode is "fast": no such choice'),
                        (["--cohort", "-1"], '--cohort is "-1"'),
                        (["--skew", "much"], '--skew is "much", want a number from 0 to 100'),
+                       (["--timeout", "soon"], '--timeout is "soon", want a number from 0 to 1e+06'),
                        (["--seed", "0"], '--seed is "0"'),
                        (["--layers", "1.5"], '--layers is "1.5", want a whole number'),
                        (["--device", "gpu"], '--device is "gpu": no such choice'),

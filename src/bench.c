@@ -294,7 +294,7 @@ static void help(void)
         "  --mode LIST        epoch, full, no-atlas, no-lsp, no-lane; a mode behind full is compared with it [full]\n"
         "  --batch LIST       sequences in flight over the whole job [1,8,32,128,256,512]\n"
         "  --batch-per-rank LIST  the same of each rank, in place of --batch\n"
-        "  --transport T      between ranks: auto, self, mpi, nccl or lsa [auto]\n"
+        "  --transport T      between ranks: auto, self, mpi, nccl or lsa, as in epoch run [auto]\n"
         "  --combine F        partial sums between GPUs: fp32 or bf16 [fp32]\n"
         "  --prefix LIST      positions before the active block, multiples of 32 [256]\n"
         "  --cohort LIST      sequences that share supports in lock-step; 0: all of a rank [1]\n"

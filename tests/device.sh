@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go on a machine that has one: builds, runs the twin and golden tests and the demo on
 # the GPU, the small tests under compute-sanitizer, then the benchmarks. A part that fails does not stop the others. The
-# last lines are one a part; the exit status is 0 if all passed.
+# last lines are one a part; the exit status is 0 if all passed. Part gpus ends with the goals for two GPUs, some of which
+# part lane measures: a goal that is missed fails nothing.
 #   bash tests/device.sh [PART ...]     of: build twin golden sanitizer bench lane ranks gpus demo kernels   (default: all)
 # All of it ends within LIMIT seconds (default 540): a part has its own limit, and what is left of this one.
 # Logs go to $OUT (default: device-out). Libraries that the machine lacks come from .device (tests/device_pack.sh).
@@ -149,14 +150,19 @@ lane() { # windows of each other's memory: ranks that share a GPU, then a GPU ea
     [ "$(nvidia-smi --list-gpus | grep -c ^GPU)" -ge 2 ] || return 0
     mpirun -q --bind-to none -np 2 $build/test_lane_cuda && mpirun -q --bind-to none -np 2 $build/test_lane_cuda bench
 }
-gpus() { # the same shapes on one GPU and on two, by each transport; then one that fits two alone
+gpus() { # the same shapes on one GPU and on two, by each transport; one that fits two alone; what was asked of them
     local rc=0 transport
     [ "$(nvidia-smi --list-gpus | grep -c ^GPU)" -ge 2 ] || { echo "skipped: takes two GPUs"; return 77; }
-    $build/epoch bench --device cuda --batch-per-rank 1,256 || rc=1
+    rm -f "$out"/gpus-*.h5
+    $build/epoch bench --device cuda --batch-per-rank 1,256 --iterations 10 --out "$out/gpus-one.h5" || rc=1
     for transport in $transports; do
-        mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --batch-per-rank 1,256 --transport $transport || rc=1
+        mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --batch-per-rank 1,256 --iterations 10 --transport $transport \
+            --out "$out/gpus-$transport.h5" || rc=1
     done
-    mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --shape llada2-flash --batch-per-rank 1,64,256 || rc=1
+    mpirun -q --bind-to none -np 2 $build/epoch bench --device cuda --shape llada2-flash --batch-per-rank 1,64,256 --iterations 6 \
+        --out "$out/gpus-flash.h5" || rc=1
+    python3 -c 'import h5py' 2>/dev/null || { echo "goals are not judged: python3 has no h5py"; return $rc; }
+    python3 tests/tools/gpu_goals.py "$out"
     return $rc
 }
 
@@ -180,9 +186,9 @@ wanted twin && part twin 90 gpu_tests twin
 wanted golden && part golden 60 gpu_tests golden
 wanted sanitizer && part sanitizer 100 sanitize_all
 wanted bench && SHOW=150 part bench 200 bench
-wanted lane && part lane 60 lane
-wanted ranks && SHOW=40 part ranks 150 bash tests/ranks/gpus.sh "$PWD/$build/epoch" $transports
-wanted gpus && SHOW=60 part gpus 150 gpus
+wanted lane && part lane 100 lane
+wanted ranks && SHOW=40 part ranks 210 bash tests/ranks/gpus.sh "$PWD/$build/epoch" $transports
+wanted gpus && SHOW=70 part gpus 170 gpus
 wanted demo && SHOW=20 part demo 150 demo # late: the CPU needs some minutes for its side
 wanted kernels && SHOW=150 part kernels 60 $build/bench_cuda
 kill $demos 2>/dev/null

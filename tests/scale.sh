@@ -4,10 +4,11 @@
 #   bash tests/scale.sh [PART ...]      of: build exact mini flash modes kill   (default: all)
 # exact  the exact modes, and epoch, give the tokens of one rank, by every transport
 # mini   LLaDA2.0-mini at 64 and 256 sequences a GPU, by every transport, beside one GPU: tokens/s, the lane's share
-# flash  LLaDA2.0-flash sharded over the ranks beside its floor, and the largest batch that fits
+# flash  LLaDA2.0-flash sharded over the ranks beside its floor, and the largest batch that fits, by every transport
 # modes  full, epoch and the ablations at 32 to 512 sequences of the job
 # kill   one rank is killed: every process is gone in time, finished rows are safe, the rest is resumed
-# RANKS=R ranks (default: the GPUs there are). DRY=1: ranks on CPUs with the tiny model and its shape, to test this script.
+# RANKS=R ranks (default: the GPUs there are; 2, 4 and 8 in turn, each with an OUT of its own, show how it scales). DRY=1:
+# ranks on CPUs with the tiny model and its shape, to test this script.
 # Logs and the benchmarks' HDF5 files go to $OUT (default: scale-out); BUILD=DIR holds the program already.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -21,11 +22,11 @@ python=$(for p in python3 /usr/bin/python3; do "$p" -c 'import h5py' 2>/dev/null
 limit_rows=0 deadline=10 schedule="--schedule tests/bench/schedule.json"
 if [ -n "${DRY:-}" ]; then
     ranks=${RANKS:-2} device=cpu transports=mpi limit_rows=6 build=${BUILD:-build-dry} cuda=OFF
-    mini=models/tiny flash=models/tiny mini_batches=2,4 flash_batches=2 mode_batches=$((2 * ranks)) steps=2 memory=1G
+    mini=models/tiny flash=models/tiny mini_batches=2,4 flash_batches=2 mode_batches=$((2 * ranks)) steps=2 memory=10G
     export OMPI_MCA_mpi_yield_when_idle=1
 else
     ranks=${RANKS:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)} device=cuda transports="nccl lsa"
-    mini=llada2-mini flash=llada2-flash mini_batches=64,256 flash_batches=8,64 mode_batches=32,64,128,256,512 steps=6
+    mini=llada2-mini flash=llada2-flash mini_batches=64,256 flash_batches=8,64,256 mode_batches=32,64,128,256,512 steps=6
     memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
     memory=$((${memory:-80000} * 1048576))
     [ "$ranks" -gt 1 ] || { echo "skipped: takes two GPUs at least, here are $ranks (DRY=1 runs it on CPUs)"; exit 77; }
@@ -85,10 +86,14 @@ mini() {
     return $rc
 }
 flash() {
-    local rc=0 folder=models/shapes/$flash
+    local rc=0 transport folder=models/shapes/$flash
     [ -d "$folder" ] || folder=$flash
     bench flash "$ranks" --shape $flash --batch-per-rank $flash_batches --iterations $steps || rc=1
-    launch 1 model "$folder" --ranks "$ranks" --gpu-memory "$memory" --context 512 | grep '^largest' || rc=1
+    for transport in $transports; do
+        [ "$transport" = mpi ] && transport=auto
+        launch 1 model "$folder" --ranks "$ranks" --gpu-memory "$memory" --context 512 --transport "$transport" |
+            sed -n "s/^largest/& by $transport:/p" || rc=1
+    done
     return $rc
 }
 modes() {
@@ -145,7 +150,7 @@ wanted modes && SHOW=60 part modes 150 modes
 wanted kill && part kill 100 kill_one
 echo
 echo "# $what"
-"$python" tests/tools/scale_table.py "$out" "$ranks" || bad=$((bad + 1))
+"$python" tests/tools/scale_table.py "$out" || bad=$((bad + 1))
 cat "$out"/exact.log "$out"/flash.log "$out"/kill.log 2>/dev/null | grep -E '^(exact|largest|kill)'
 printf '%s\n' "${summary[@]}"
 [ $bad -eq 0 ]

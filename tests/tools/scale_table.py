@@ -1,9 +1,9 @@
 """The table at the end of tests/scale.sh, from the benchmarks' HDF5 files in its folder.
 
-    python3 tests/tools/scale_table.py FOLDER RANKS
+    python3 tests/tools/scale_table.py FOLDER
 
-One GPU beside all: `per GPU` is tokens/s of a GPU over those of one GPU alone with as many sequences of its own. `lane`:
-share of an iteration in dispatch and combine; GB/s: of a rank, out and back. `x full` and its share of the floors' ratio:
+One GPU beside all: `per GPU` is sequences of each, `of one` tokens/s of each over those of one GPU alone with as many. `lane`:
+share of dispatch and combine among the phases; GB/s: of a rank, out and back. `x full` and its share of the floors' ratio:
 against mode full at the same batch in the same file."""
 import pathlib
 import sys
@@ -38,7 +38,7 @@ def line(row, alone):
         f"{row['shape']:12} {row['mode']:8} {ranks:5} {row['transport']:>9} {row['batch']:6} {row['batch'] // ranks:7}",
         cell(row["ms"], 3, 9), cell(row["floor_ms"], 3, 9), cell(row["percent"], 1, 6), cell(row["tokens_per_second"], 0, 9),
         cell(row["tokens_per_second"] / ranks / one if several and one else None, 2, 8),
-        cell(100 * (there + back) / row["ms"] if several else None, 1, 7),
+        cell(100 * (there + back) / sum(row["phase"].values()) if several else None, 1, 7),
         cell(row["dispatched"] / ranks / there / 1e6 if several and there > 0 else None, 1, 9),
         cell(row["combined"] / ranks / back / 1e6 if several and back > 0 else None, 1, 9),
         cell(row["ratio"], 2, 7), cell(100 * row["ratio"] / row["floor_ratio"], 0, 5)))

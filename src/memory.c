@@ -11,9 +11,10 @@
 #include <string.h>
 
 enum { BLOCK = 32 };
-/* Bytes, measured. JOINED: two communicators of NCCL 2.28.3 on H200, 2026-11-30; SENDS: the channels that it opens to
- * each rank at the first send. */
-static const double GPU_FIXED = 0.7e9 /* context and kernels, cuBLASLt, staging */, JOINED = 0.66e9, SENDS = 0.62e9;
+/* Bytes, as measured on two H200s with NCCL 2.28.3 on 2026-11-30. FIXED: context and kernels, staging. JOINED: two
+ * communicators and what a window takes beside its memory. At the first send: its kernels once, and channels to each
+ * other rank. */
+static const double FIXED = 0.66e9, JOINED = 0.65e9, SENDS = 0.26e9, CHANNELS = 0.40e9;
 
 static double at_most(double n, double most)
 {
@@ -71,13 +72,13 @@ void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, 
                          .slots = (double)z.slots,
                          .activations = (double)z.iteration,
                          .scratch = gpu ? scratch_bytes(c, r, rows, tree->ranks) : 0,
-                         .fixed = gpu ? GPU_FIXED : 0};
+                         .fixed = gpu ? FIXED : 0};
     if (way->transport != TRANSPORT_LSA)
         out->lane = lane_bytes(c, tree, rows, way->activation);
     if (gpu && (way->transport == TRANSPORT_LSA || (way->transport == TRANSPORT_AUTO && tree->ranks > 1)))
         out->lane = at_least(out->lane, window_bytes(c, tree, rows));
     if (gpu && (named || tree->ranks > 1))
-        out->joined = JOINED + (way->transport == TRANSPORT_LSA ? 0 : SENDS * (tree->ranks - 1));
+        out->joined = JOINED + (way->transport == TRANSPORT_LSA ? 0 : SENDS + CHANNELS * (tree->ranks - 1));
     out->total = out->weights + out->kv + out->slots + out->activations + out->lane + out->scratch + out->fixed +
                  out->joined;
 }

@@ -330,8 +330,8 @@ static status register_window(lane_lsa *s, size_t bytes, const world *w)
     if (r == ncclSuccess && s->window)
         CUDA_TRY(cudaPointerGetAttributes(&at, s->window));
     if (at.type != cudaMemoryTypeDevice) /* without symmetric memory it is a handle of the host's */
-        FAIL(BAD_INPUT, "--transport lsa: NCCL makes no window here (%s): take --transport nccl",
-             ncclGetErrorString(r));
+        FAIL(BAD_INPUT, "--transport lsa: NCCL makes no window here (%s; NCCL_CUMEM_ENABLE=0, NCCL_WIN_ENABLE=0 and "
+             "NCCL_P2P_DISABLE=1 forbid it): take --transport nccl", ncclGetErrorString(r));
     int team = lsa_window_team(comm);
     if (team != w->size)
         FAIL(BAD_INPUT, "--transport lsa: the GPU of rank %d reaches the memory of %d of %d ranks, want all (one host, "

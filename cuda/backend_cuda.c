@@ -349,6 +349,7 @@ static status capture(cuda *c, cudaGraphExec_t *exec, cuda_record *timed, status
     c->capturing = false;
     c->marks->recording = NULL;
     c->stream = c->main; /* where the call failed beside */
+    c->leave = 0;
     cudaError_t e = cudaStreamEndCapture(c->stream, &graph); /* also where the call failed */
     TRY(st);
     TRY(cuda_check(e, "the capture of a forward", __FILE__, __LINE__));
@@ -408,7 +409,7 @@ static void forget(backend *b, void *record)
 
 /* ---- two streams */
 
-static status aside(backend *b)
+static status aside(backend *b, int leave)
 {
     status st = OK;
     cuda *c = cuda_of(b);
@@ -416,6 +417,7 @@ static status aside(backend *b)
     CUDA_TRY(cudaEventRecord(c->parted, c->main));
     CUDA_TRY(cudaStreamWaitEvent(c->beside, c->parted, 0));
     c->stream = c->beside;
+    c->leave = leave < c->sm_count / 2 ? leave : c->sm_count / 2;
 out:
     return st;
 }
@@ -427,6 +429,7 @@ static status back(backend *b)
     assert(c->stream == c->beside);
     CUDA_TRY(cudaEventRecord(c->joined, c->beside));
     c->stream = c->main;
+    c->leave = 0;
 out:
     return st;
 }

@@ -325,7 +325,7 @@ static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, 
     op.y = *y;
     op.w = *w;
     op.narrow = narrow_rows(c, w->rows, 8 * halves);
-    op.sm_count = c->sm_count;
+    op.sm_count = cuda_room(c);
     st = cuda_map_weights(&maps.narrow, w, 1, halves, op.narrow);
     if (st == OK && x->rows <= FEW_MOST && y->type == BF16)
         return halves == 1 ? few<false>(c, y, x, w, maps.narrow, op.narrow, what)

@@ -48,6 +48,7 @@ typedef struct cuda_marks cuda_marks;     /* mark and laps: recorded events (bac
 
 typedef struct cuda {
     int device, sm_count;
+    int leave;                /* of these, what ops leave free now: from aside to back */
     cudaStream_t stream;      /* what ops enqueue on: main, or beside between aside and back */
     cudaStream_t main, beside;
     cudaEvent_t parted, joined; /* aside waits for the one, join for the other */
@@ -89,10 +90,16 @@ status cuda_check(cudaError_t e, const char *what, const char *file, int line);
 /* Inside functions of the error convention (C only). */
 #define CUDA_TRY(call) TRY(cuda_check((call), #call, __FILE__, __LINE__))
 
-/* Blocks for so many items: one each, but no more than fill the device `waves` times; 1 for none. */
+/* Multiprocessors that an op may take. */
+static inline int cuda_room(const cuda *c)
+{
+    return c->sm_count - c->leave;
+}
+
+/* Blocks for so many items: one each, but no more than fill its room `waves` times; 1 for none. */
 static inline unsigned cuda_grid(const cuda *c, int64_t items, int waves)
 {
-    int64_t most = (int64_t)c->sm_count * waves;
+    int64_t most = (int64_t)cuda_room(c) * waves;
     int64_t n = items < most ? items : most;
     return (unsigned)(n > 0 ? n : 1);
 }

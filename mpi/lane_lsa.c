@@ -286,8 +286,8 @@ status lsa_open(lane **out, const lane_rule *rule, backend *b, int rank, char *c
     TRY(upload_tables(s));
     CUDA_TRY(cudaHostAlloc((void **)&m->fault, sizeof *m->fault, cudaHostAllocMapped));
     *m->fault = (lsa_fault){.what = LSA_FINE};
-    *l = (lane){.name = "lsa", .rank = rank, .size = m->size, .replays = true, .self = s, .dispatch = dispatch,
-                .combine = combine, .check = check, .traffic = traffic, .close = close_lane};
+    *l = (lane){.name = "lsa", .rank = rank, .size = m->size, .replays = true, .holds = m->push_blocks, .self = s,
+                .dispatch = dispatch, .combine = combine, .check = check, .traffic = traffic, .close = close_lane};
     l->said = tensor_of(m->said, I32, 1, PULSE);
     l->heard = tensor_of(m->heard, I32, m->size, PULSE);
     *out = l;

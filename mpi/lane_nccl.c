@@ -15,7 +15,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ROW_ALIGN = 16 };
+enum {
+    ROW_ALIGN = 16,
+    CHANNELS = 32 /* NCCL's blocks, at most, where rows are many */
+};
 
 typedef struct lane_nccl {
     lane_rule rule;
@@ -324,6 +327,7 @@ status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, n
     *l = (lane){.name = "nccl",
                 .rank = w->rank,
                 .size = w->size,
+                .holds = w->size > 1 ? CHANNELS : 0,
                 .self = m,
                 .dispatch = dispatch,
                 .combine = combine,

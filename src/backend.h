@@ -207,8 +207,10 @@ typedef struct backend {
     status (*repeat)(struct backend *b, void **record, status (*call)(void *of), void *of);
     void (*forget)(struct backend *b, void *record);
     /* What is enqueued from aside to back may run beside what follows back, until join, which all that comes later
-     * waits for. It sees all that was enqueued before aside; neither writes what the other touches. One at a time. */
-    status (*aside)(struct backend *b);
+     * waits for. It sees all that was enqueued before aside; neither writes what the other touches. One at a time.
+     * leave: multiprocessors that what runs beside leaves to the others, as far as its ops take as many as there are;
+     * 0: none. A backend without any takes it for nothing. */
+    status (*aside)(struct backend *b, int leave);
     status (*back)(struct backend *b);
     status (*join)(struct backend *b);
 

@@ -193,9 +193,11 @@ static void print_head(const trial_setup *s, const ask *a, const char *lane_name
            "# or none; idle: slots that wait for their cohort\n");
     printf("# below each row, ms of every phase%s, from %s once more with clocks between%s\n",
            s->most.bytes > 0 ? " and of its floor" : "", a->schedule ? "the same forwards" : "the first forwards",
-           s->gpu ? ": kernels that overlap are cut\n# apart, so that phases add up to more than ms/iter; shared runs "
-                    "beside route and coverage, and is what is left of it then"
-                  : "");
+           s->gpu ? ": kernels that overlap are cut" : "");
+    if (s->gpu)
+        printf("# apart, so that phases add up to more than ms/iter; shared: dense layers, and what is left behind "
+               "combine of shared\n# experts, which run beside %s\n",
+               s->world->size > 1 ? "dispatch" : "route and coverage");
     printf("%-8s %6s %6s %6s %7s %8s %9s %9s %6s %9s %9s %6s %7s %7s %7s %7s %8s %8s\n", "mode", "prefix", "batch",
            "cohort", "support", "forwards", "ms/iter", "floor", "%", "ms/block", "tokens/s", "idle %", "rows", "fresh",
            "live", "experts", "GB", "TFLOP");

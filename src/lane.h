@@ -43,6 +43,8 @@ typedef struct lane {
     int rank, size;
     bool replays;          /* dispatch and combine only enqueue, the same work at every call: they may be recorded */
     bool passes;           /* one rank: combine hands on the y of the load as it is, be it without data */
+    int holds;             /* multiprocessors that dispatch takes while rows travel: what runs beside it leaves them; 0:
+                              none travel */
     void *self;
     int32_t pulse[PULSE];  /* what this rank says in its next dispatches */
     int32_t *pulses;       /* [size][PULSE]: what every rank said in the newest dispatch */

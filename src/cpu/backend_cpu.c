@@ -237,6 +237,12 @@ static status in_order(backend *b)
     return OK;
 }
 
+static status aside(backend *b, int leave)
+{
+    (void)leave;
+    return in_order(b);
+}
+
 static status mark(backend *b, phase p)
 {
     cpu *c = cpu_of(b);
@@ -303,7 +309,7 @@ static const backend table = {
     .laps = laps,
     .repeat = repeat,
     .forget = forget,
-    .aside = in_order,
+    .aside = aside,
     .back = in_order,
     .join = in_order,
     .rows = cpu_rows,

@@ -30,13 +30,14 @@ out:
     return st;
 }
 
-/* It needs h alone, and runs beside the routed experts' way. */
+/* It needs h alone, and runs beside the routed experts' way: beside rows that travel, which take a link and few
+ * multiprocessors; where none do, beside the route. */
 static status shared_expert(executor *x, int layer)
 {
     status st = OK;
     backend *b = x->backend;
     const layer_weights *w = &x->weights->layer[layer];
-    TRY(b->aside(b));
+    TRY(b->aside(b, x->lane->holds));
     TRY(mlp(x, &w->shared_gate_up, &w->shared_down));
     TRY(executor_mark(x, layer, PHASE_SHARED));
     TRY(b->back(b));
@@ -55,7 +56,7 @@ status moe_layer(executor *x, int layer, int sparse)
     tensor shared = w->shared_gate_up.data ? v->y : (tensor){0};
     lane_load here = {0};
     expert_set experts = w->experts;
-    if (shared.data)
+    if (shared.data && x->lane->holds == 0)
         TRY(shared_expert(x, layer));
     TRY(b->matmul(b, &v->z, &v->x_fresh, &w->router));
     TRY(executor_mark(x, layer, PHASE_ROUTE));
@@ -64,6 +65,8 @@ status moe_layer(executor *x, int layer, int sparse)
     TRY(b->route(b, &v->ids, &v->weights, &v->z, &w->router_bias, &x->plans, sparse, &x->batch, &x->slots, &x->route,
                  k));
     TRY(executor_mark(x, layer, PHASE_ROUTE));
+    if (shared.data && x->lane->holds > 0)
+        TRY(shared_expert(x, layer));
     TRY(x->lane->dispatch(x->lane, &here, &v->x_fresh, &v->ids, &v->weights));
     TRY(executor_mark(x, layer, PHASE_DISPATCH));
     if (b->late_sums && x->lane->passes && !x->observer)

@@ -237,7 +237,7 @@ static status work_call(void *of)
         TRY(both.gpu->rows(both.gpu, &w->grows->in, &w->grows->s, &w->grows->p, &w->grows->k));
     TRY(sum_up(&w->y, &w->x, &w->h, &w->weight));
     TRY(both.gpu->mark(both.gpu, PHASE_SHARED));
-    TRY(both.gpu->aside(both.gpu)); /* z = y, while y is normed */
+    TRY(both.gpu->aside(both.gpu, 1)); /* z = y, while y is normed */
     TRY(both.gpu->pack(both.gpu, &w->z, &w->y, &w->list));
     TRY(both.gpu->mark(both.gpu, PHASE_HEAD));
     TRY(both.gpu->back(both.gpu));

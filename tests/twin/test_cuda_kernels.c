@@ -146,6 +146,14 @@ static void gated_case(int inner, int hidden, const int *row_counts, int counts)
         tensor got = gpu_gated(&xm, 0, rows, &wm);
         for (int64_t i = 0; i < rows; i++)
             must_be_near(at(&got, i), at(&y, i), inner, 0x1p-7, what, i);
+        must_be(both.gpu->aside(both.gpu, 50)); /* on fewer multiprocessors */
+        tensor beside = gpu_gated(&xm, 0, rows, &wm);
+        must_be(both.gpu->back(both.gpu));
+        must_be(both.gpu->join(both.gpu));
+        for (int64_t i = 0; i < rows; i++)
+            if (!same_rows(&beside, i, &got, i))
+                fail_msg("%s: row %lld differs aside", what, (long long)i);
+        free(beside.data);
         const int parts[][2] = {{0, 1}, {rows - 1, 1}, {rows / 3, 17}, {rows / 2, rows / 3}};
         for (int p = 0; p < 4; p++) {
             int from = parts[p][0], some = parts[p][1];

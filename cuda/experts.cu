@@ -308,23 +308,20 @@ typedef struct sum_order {
 
 enum { SUM_SLICE = 2, SUM_THREADS = 256, SUM_AT_ONCE = 8 }; /* a warp takes a token's SUM_SLICE * 32 * V columns */
 
-/* Where the sums of a piece's tokens go: the first of them is row `first`. */
+/* Where a token's sums go: row `row`. */
 typedef struct sum_rows {
     char *data;
-    int32_t first;
+    int32_t row;
     bool half;
 } sum_rows;
 
-static __device__ __forceinline__ sum_rows piece_of(const sums_away &a, int32_t token, int lane)
+static __device__ __forceinline__ sum_rows piece_of(const sums_away &a, int32_t token)
 {
-    int piece = 0;
-    for (int p = 1; p < a.pieces; p += WARP)
-        piece += __popc(__ballot_sync(EVERY_LANE, p + lane < a.pieces && token >= a.first[p + lane]));
-    return {(char *)a.to[piece], a.first[piece], a.half && piece != a.whole};
+    int32_t piece = token % a.pieces;
+    return {(char *)a.to[piece], token / a.pieces, a.half && piece != a.whole};
 }
 
-/* Lane j of a warp knows edge j: its place, its unit, and how it joins the edge before it. AWAY: tokens of all pieces
- * take turns, so that no link waits for another. */
+/* Lane j of a warp knows edge j: its place, its unit, and how it joins the edge before it. */
 template <int LEVELS, int V, bool AWAY>
 static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
     sum_kernel(tensor y, tensor ids, worklist w, const bf16 *term, const __grid_constant__ sum_order o, sums_away away)
@@ -333,20 +330,18 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
     let_next();
     int hidden = (int)y.cols, slice = SUM_SLICE * WARP * V, slices = (hidden + slice - 1) / slice;
     int lane = (int)threadIdx.x % WARP, edges = (int)ids.cols, tokens = (int)used_rows(ids);
-    int warps = (int)gridDim.x * (SUM_THREADS / WARP), each = AWAY ? (tokens + away.pieces - 1) / away.pieces : tokens;
-    int items = (AWAY ? each * away.pieces : tokens) * slices;
+    int warps = (int)gridDim.x * (SUM_THREADS / WARP), items = tokens * slices;
     for (int at = (int)(blockIdx.x * (SUM_THREADS / WARP) + threadIdx.x / WARP); at < items; at += warps) {
         int64_t token = at / slices;
         sum_rows rows = {};
-        if (AWAY) {
-            token = token % away.pieces * each + token / away.pieces;
-            if (token >= tokens)
-                continue;
-            rows = piece_of(away, (int32_t)token, lane);
-        }
+        if (AWAY)
+            rows = piece_of(away, (int32_t)token);
         int id = lane < edges ? row_of<int32_t>(ids, token)[lane] - o.first : -1;
         bool mine = id >= 0 && id < o.count;
-        uint32_t present = __ballot_sync(EVERY_LANE, mine), earlier = present & ((1u << lane) - 1);
+        uint32_t present = __ballot_sync(EVERY_LANE, mine);
+        if (AWAY && !present)
+            continue;
+        uint32_t earlier = present & ((1u << lane) - 1);
         int before = __shfl_sync(EVERY_LANE, id, earlier ? 31 - __clz((int)earlier) : lane);
         int unit = mine ? o.unit_of[id] : -1, place = mine ? w.place_of[token * edges + lane] : 0, way = -2;
         if (mine && earlier &&
@@ -363,7 +358,7 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
                 s.join(-1);
                 if (!inside)
                     return;
-                int64_t at_row = (token - rows.first) * o.units + open - o.unit_first;
+                int64_t at_row = (AWAY ? rows.row : token) * o.units + open - o.unit_first;
                 if (!AWAY)
                     store_floats(row_of<float>(y, at_row) + col, s.newest);
                 else if (!rows.half)

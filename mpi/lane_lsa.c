@@ -49,8 +49,8 @@ static size_t lay_window(lsa *m, const lane_rule *rule, int push_blocks)
 {
     size_t at = 0, size = (size_t)rule->tree->ranks, rows = size * (size_t)rule->max_rows, h = (size_t)rule->hidden;
     size_t k = (size_t)rule->top_k;
-    m->words = take(&at, size * (2 * size + PULSE) * sizeof(uint64_t));
-    m->arrived = take(&at, size * (size_t)push_blocks * sizeof(uint64_t));
+    m->words = take(&at, size * (1 + PULSE) * sizeof(uint64_t));
+    m->arrived = take(&at, LSA_KINDS * size * (size_t)push_blocks * sizeof(uint64_t));
     m->ready = take(&at, size * sizeof(uint64_t));
     m->x = take(&at, rows * h * dtype_bytes(BF16));
     m->ids = take(&at, rows * k * sizeof(int32_t));
@@ -71,18 +71,14 @@ static size_t lay_slab(lsa *m, sums_away *away, const lane_rule *rule, char *sla
 {
     size_t at = 0, size = (size_t)rule->tree->ranks;
     size_t home = take(&at, (size_t)rule->tree->experts * sizeof(lsa_home));
-    size_t index = take(&at, (size_t)rule->max_rows * size * sizeof(int32_t));
-    size_t first = take(&at, size * sizeof(int32_t)), used = take(&at, 2 * sizeof(int32_t));
+    size_t used = take(&at, 2 * sizeof(int32_t));
     size_t to = take(&at, size * sizeof(char *));
     size_t epoch = take(&at, sizeof(uint32_t)), said = take(&at, PULSE * sizeof(int32_t));
     size_t heard = take(&at, size * PULSE * sizeof(int32_t));
     size_t count = take(&at, LSA_COUNTERS * sizeof(int64_t)), broken = take(&at, sizeof(int32_t));
     if (slab) {
         m->home = (const lsa_home *)(void *)(slab + home);
-        m->index = (int32_t *)(void *)(slab + index);
-        m->first = (int32_t *)(void *)(slab + first);
         m->used = (int32_t *)(void *)(slab + used);
-        away->first = m->first;
         away->to = (void *const *)(void *)(slab + to);
         m->epoch = (uint32_t *)(void *)(slab + epoch);
         m->said = (int32_t *)(void *)(slab + said);
@@ -173,7 +169,7 @@ static status check(lane *l)
     lane_lsa *s = l->self;
     const lsa_fault *f = s->m.fault;
     static const char *const waited[] = {
-        [LSA_NO_COUNTS] = "row counts", [LSA_NO_ROWS] = "rows", [LSA_NO_SUMS] = "partial sums"};
+        [LSA_NO_ROWS] = "rows", [LSA_NO_SUMS] = "partial sums"};
     switch (*(const volatile int32_t *)&f->what) {
     case LSA_FINE:
         break;
@@ -181,8 +177,8 @@ static status check(lane *l)
         FAIL(FAILED, "rank %d sends %d rows in dispatch %u, the lane was opened for %d", f->rank, f->found, f->epoch,
              f->wanted);
     case LSA_OTHER_ROWS:
-        FAIL(FAILED, "lane received %d rows from rank %d in dispatch %u, counts said %d", f->found, f->rank, f->epoch,
-             f->wanted);
+        FAIL(FAILED, "lane received %d rows from rank %d in dispatch %u, which says that it has %d", f->found, f->rank,
+             f->epoch, f->wanted);
     default:
         FAIL(FAILED, "the GPU waited %g s for the %s of rank %d in dispatch %u", s->patience, waited[f->what], f->rank,
              f->epoch);
@@ -270,11 +266,12 @@ status lsa_open(lane **out, const lane_rule *rule, backend *b, int rank, char *c
     m->rank = rank;
     m->size = t->ranks;
     m->hidden = rule->hidden;
+    m->experts = t->experts;
     m->top_k = rule->top_k;
     m->units = t->rank_unit[rank + 1] - t->rank_unit[rank];
     m->shards = t->shards;
     m->max_rows = (int32_t)rule->max_rows;
-    m->many_units = most_units(t) > 1;
+    m->kinds = most_units(t) > 1 ? LSA_KINDS : 1;
     m->levels = levels_of(t, 0, t->shards);
     m->half = rule->combine == BF16;
     m->patience = (uint64_t)(patience * 1e9);

@@ -1,32 +1,34 @@
 /* FreshLane between GPUs that reach each other's memory. Every rank has a window, which all ranks can write:
  *
- *   words     [source][2 R + PULSE] of 64 bits, epoch << 32 | value: rows to each rank, sums wanted of each, the pulse
- *   arrived   [source][block]       epoch << 32 | rows that this block of the source has written here
- *   ready     [source]              epoch << 32: all sums of that rank are here
- *   x, ids, weights                 the rows that arrived: by source, in each source's order, back to back
- *   sums      [source]              what that rank's experts made of this rank's rows, in the order they were sent:
- *                                   F32 [rows * units, H], or BF16, but for this rank's own
+ *   words     [source][1 + PULSE] of 64 bits, epoch << 32 | value: its rows, the pulse
+ *   arrived   [kind][source][block]  epoch << 32 | rows, and sums wanted of them, that this block of the source has
+ *                                    written here
+ *   ready     [source]               epoch << 32: all sums of that rank are here
+ *   x, ids, weights                  place i * R + s is that of row i of source s
+ *   sums      [source]               what that rank's experts made of this rank's rows, in their order:
+ *                                    F32 [rows * units, H], or BF16, but for this rank's own
  *
- * dispatch, in one kernel (two for many rows: `plan` goes first):
- *   1. Count this rank's rows by rank, and give each its place among them. The counts go to every rank, as words that
- *      carry their epoch, so nobody needs a flag to trust them.
- *   2. From all counts follows where each source's rows begin at each rank. Blocks write their rows there, 16 bytes a
- *      store, then their flag.
- *   3. The first block waits for the flags of all blocks of all ranks. So when the kernel has ended all rows are here,
- *      and the experts run by the order of the stream.
+ * dispatch, in one kernel:
+ *   1. Every row has its place at every rank, so nobody needs to know anything of others to send. Blocks write the ids
+ *      and weights of each row to all ranks and its x to those of its experts, 16 bytes a store, then their flags. A
+ *      place whose row has no expert of the rank keeps an old x, which no edge leads to.
+ *   2. The first block waits for the flags of all blocks of all ranks, and takes the edges out of places behind the
+ *      last row of a source that has fewer than others. So when the kernel has ended all rows are here, and the experts
+ *      run by the order of the stream.
  * The experts write each sum straight to where its row came from (sums_away). combine, in one kernel: say `ready` to
  * all, wait until all are, and add each row's sums in the tree's order.
  *
  * Epochs count dispatches, on the device, so that a graph can be replayed. A window needs no second copy of anything:
  * each of the two exchanges is complete on a rank only when every rank has reached it (zero rows are told like others).
- * A rank that writes for dispatch e + 1 has ended combine e; for that every rank had said `ready`, after its experts
- * read the rows and after it read all words of dispatch e. A rank whose experts write the sums of e + 1 has ended
- * dispatch e + 1; for that every rank had sent its rows, after its combine e read the sums of e. In return nobody may
+ * A rank that writes for dispatch e + 1 has ended combine e; for that every rank had said `ready`, after its dispatch e
+ * had read all words and flags and its experts the rows. A rank whose experts write the sums of e + 1 has ended
+ * dispatch e + 1; for that every rank had sent its flags, after its combine e read the sums of e. In return nobody may
  * rely on arrived rows once it has called combine.
  *
  * Nothing waits for ever: a wait that lasts longer than `patience` leaves a note for the host, and from then on no
- * kernel of this rank waits. Waiting blocks never keep the awaited from running: dispatch waits for what other ranks
- * enqueued before, its own blocks write before they wait, and they are few; and between ready and ready lies no work.
+ * kernel of this rank waits, and none sends rows: a rank that was only late finds nothing of a later dispatch among
+ * what it waits for. Waiting blocks never keep the awaited from running: dispatch waits for what other ranks enqueued
+ * before, its own blocks write before they wait, and they are few; and between ready and ready lies no work.
  */
 #include "mpi/lane_lsa.h"
 
@@ -35,9 +37,8 @@
 
 enum {
     PUSH_WARPS = 16, PUSH_THREADS = PUSH_WARPS * WARP,
-    PLAN_WARPS = 32, PLAN_THREADS = PLAN_WARPS * WARP, PLAN_BLOCKS = 8,
     FOLD_WARPS = 8, FOLD_THREADS = FOLD_WARPS * WARP,
-    ALONE_ENTRIES = 8192 /* of the index, in a block's shared memory */
+    FEW_EDGES = 4096 /* with which the kernel behind a dispatch is of few blocks and may wait on the GPU */
 };
 
 /* ---- memory that other GPUs write */
@@ -98,12 +99,12 @@ static __device__ uint32_t hear(const lsa &m, const uint64_t *word, uint32_t epo
 
 static __device__ __forceinline__ uint64_t *word_at(const lsa &m, int rank, int source, int i)
 {
-    return (uint64_t *)(m.window[rank] + m.words) + source * (2 * m.size + PULSE) + i;
+    return (uint64_t *)(m.window[rank] + m.words) + source * (1 + PULSE) + i;
 }
 
-static __device__ __forceinline__ uint64_t *arrived_at(const lsa &m, int rank, int source, int block)
+static __device__ __forceinline__ uint64_t *arrived_at(const lsa &m, int rank, int kind, int source, int block)
 {
-    return (uint64_t *)(m.window[rank] + m.arrived) + source * m.push_blocks + block;
+    return (uint64_t *)(m.window[rank] + m.arrived) + (kind * m.size + source) * m.push_blocks + block;
 }
 
 static __device__ __forceinline__ uint64_t *ready_at(const lsa &m, int rank, int source)
@@ -111,289 +112,7 @@ static __device__ __forceinline__ uint64_t *ready_at(const lsa &m, int rank, int
     return (uint64_t *)(m.window[rank] + m.ready) + source;
 }
 
-/* ---- the plan of a dispatch */
-
-template <int WARPS> struct plan_room {
-    int32_t count[WARPS][LSA_RANKS]; /* rows of each warp by rank, then of the warps before it */
-    int32_t here[LSA_RANKS], sums_here[LSA_RANKS]; /* of this block */
-    int32_t before[LSA_RANKS];                     /* rows of the blocks before it */
-    int32_t all[LSA_RANKS], sums[LSA_RANKS];
-};
-
-/* The ranks that a row goes to, as bits. What it wants back from each is added to sums[], unless that is NULL. */
-static __device__ __forceinline__ uint64_t ranks_of(const lsa &m, const tensor &ids, int64_t row, int32_t *sums)
-{
-    const int32_t *id = row_of<int32_t>(ids, row);
-    uint64_t ranks = 0;
-    int32_t rank = -1, unit = -1;
-#pragma unroll 8
-    for (int j = 0; j < m.top_k; j++) {
-        if (id[j] < 0)
-            continue;
-        lsa_home h = m.home[id[j]];
-        ranks |= 1ull << h.rank;
-        if (sums && (h.rank != rank || h.unit != unit))
-            atomicAdd(&sums[h.rank], 1);
-        rank = h.rank;
-        unit = h.unit;
-    }
-    return ranks;
-}
-
-/* index[row * size + rank], and r.all, r.sums, by one block, or by the blocks of one cluster. Each warp owns a run of
- * rows. */
-template <int WARPS, bool CLUSTER>
-static __device__ void make_plan(const lsa &m, const tensor &ids, int32_t *index, plan_room<WARPS> &r)
-{
-    int me = (int)threadIdx.x, lane = me % WARP, warp = me / WARP;
-    int blocks = CLUSTER ? (int)gridDim.x : 1, block = CLUSTER ? (int)blockIdx.x : 0;
-    int n = (int)used_rows(ids), each = blocks * WARPS * WARP, run = (n + each - 1) / each * WARP;
-    int from = (block * WARPS + warp) * run, to = from + run < n ? from + run : n;
-    int32_t mine[2] = {0, 0};
-    uint64_t ranks = 0;
-    if (me < m.size)
-        r.sums_here[me] = 0;
-    __syncthreads();
-    for (int base = from; base < to; base += WARP) {
-        ranks = base + lane < to ? ranks_of(m, ids, base + lane, m.many_units ? r.sums_here : NULL) : 0;
-        for (int k = 0; k < m.size; k++) {
-            int rows = __popc(__ballot_sync(EVERY_LANE, ranks >> k & 1));
-            mine[0] += lane == k ? rows : 0;
-            mine[1] += lane + WARP == k ? rows : 0;
-        }
-    }
-    r.count[warp][lane] = mine[0];
-    r.count[warp][lane + WARP] = mine[1];
-    __syncthreads();
-    if (me < m.size) {
-        int32_t sum = 0;
-        for (int w = 0; w < WARPS; w++) {
-            int32_t rows = r.count[w][me];
-            r.count[w][me] = sum;
-            sum += rows;
-        }
-        r.here[me] = sum;
-    }
-    if (CLUSTER) {
-        cluster_meet();
-        if (me < m.size) {
-            int32_t before = 0, all = 0, sums = 0;
-            for (int b = 0; b < blocks; b++) {
-                int32_t rows = cluster_load(shared_at(&r.here[me]), b);
-                before += b < block ? rows : 0;
-                all += rows;
-                sums += cluster_load(shared_at(&r.sums_here[me]), b);
-            }
-            r.before[me] = before;
-            r.all[me] = all;
-            r.sums[me] = m.many_units ? sums : all;
-        }
-        cluster_meet(); /* no block leaves while others read its counts */
-    } else if (me < m.size) {
-        r.before[me] = 0;
-        r.all[me] = r.here[me];
-        r.sums[me] = m.many_units ? r.sums_here[me] : r.here[me];
-    }
-    __syncthreads();
-    for (int i = 0; i < 2; i++)
-        mine[i] = lane + i * WARP < m.size ? r.count[warp][lane + i * WARP] + r.before[lane + i * WARP] : 0;
-    for (int base = from; base < to; base += WARP) {
-        if (run > WARP)
-            ranks = base + lane < to ? ranks_of(m, ids, base + lane, NULL) : 0;
-        for (int k = 0; k < m.size; k++) {
-            bool goes = ranks >> k & 1;
-            uint32_t all = __ballot_sync(EVERY_LANE, goes);
-            int32_t first = __shfl_sync(EVERY_LANE, k < WARP ? mine[0] : mine[1], k % WARP);
-            if (base + lane < to)
-                index[(int64_t)(base + lane) * m.size + k] = goes ? first + __popc(all & ((1u << lane) - 1)) : -1;
-            mine[0] += lane == k ? __popc(all) : 0;
-            mine[1] += lane + WARP == k ? __popc(all) : 0;
-        }
-    }
-    __syncthreads();
-}
-
-/* One block tells every rank how many rows and sums go where. */
-template <int WARPS> static __device__ void tell_counts(const lsa &m, const plan_room<WARPS> &r, uint32_t epoch)
-{
-    for (int i = (int)threadIdx.x; i < 2 * m.size * m.size; i += WARPS * WARP) {
-        int to = i / (2 * m.size), k = i % (2 * m.size);
-        tell(word_at(m, to, m.rank, k), epoch, (uint32_t)(k < m.size ? r.all[k] : r.sums[k - m.size]));
-    }
-}
-
-static __global__ void __launch_bounds__(PLAN_THREADS, 1) plan_kernel(const __grid_constant__ lsa m, tensor ids)
-{
-    __shared__ plan_room<PLAN_WARPS> room;
-    after_previous();
-    make_plan<PLAN_WARPS, true>(m, ids, m.index, room);
-    if (blockIdx.x == 0)
-        tell_counts(m, room, *m.epoch + 1);
-}
-
-/* ---- rows out */
-
-typedef struct push_counts { /* by rank */
-    int32_t out[LSA_RANKS], start[LSA_RANKS];  /* this rank's rows there: how many, and where they begin */
-    int32_t wanted[LSA_RANKS], got[LSA_RANKS]; /* rows from there: as told, and as arrived */
-    int32_t sums[LSA_RANKS];                   /* that it wants back */
-    int32_t pushed[LSA_RANKS];                 /* by this block */
-} push_counts;
-
-/* What all ranks told of their rows. False: one did not. */
-static __device__ bool hear_counts(const lsa &m, push_counts &c, uint32_t epoch)
-{
-    bool fine = true;
-    for (int i = (int)threadIdx.x; i < m.size * m.size; i += PUSH_THREADS) {
-        int source = i / m.size, to = i % m.size;
-        int32_t rows = (int32_t)hear(m, word_at(m, m.rank, source, to), epoch, LSA_NO_COUNTS, source, &fine);
-        if (rows < 0 || rows > m.max_rows) {
-            complain(m, LSA_MANY_ROWS, source, rows, m.max_rows, epoch);
-            fine = false;
-        }
-        if (source < m.rank)
-            atomicAdd(&c.start[to], rows);
-        if (source == m.rank)
-            c.out[to] = rows;
-        if (to == m.rank) {
-            c.wanted[source] = rows;
-            c.sums[source] =
-                (int32_t)hear(m, word_at(m, m.rank, source, m.size + to), epoch, LSA_NO_COUNTS, source, &fine);
-        }
-    }
-    return !__syncthreads_or(!fine);
-}
-
-enum { AT_ONCE = 8 }; /* vectors a thread holds */
-
-static __device__ void push_rows(const lsa &m, const tensor &x, const tensor &ids, const tensor &weights,
-                                 const int32_t *index, push_counts &c)
-{
-    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, n = (int)used_rows(ids);
-    int vectors = m.hidden / 8, blocks = (int)gridDim.x;
-    for (int row = (int)blockIdx.x + blocks * warp; row < n; row += blocks * PUSH_WARPS) {
-        int32_t id = lane < m.top_k ? row_of<int32_t>(ids, row)[lane] : -1;
-        float weight = lane < m.top_k ? row_of<float>(weights, row)[lane] : 0;
-        const int4 *from = (const int4 *)row_of<bf16>(x, row);
-        int rank = id >= 0 ? m.home[id].rank : -1;
-        uint32_t edges = __ballot_sync(EVERY_LANE, id >= 0);
-        for (int part = 0; part < vectors; part += AT_ONCE * WARP) {
-            int4 v[AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-                if (part + i * WARP + lane < vectors)
-                    v[i] = from[part + i * WARP + lane];
-            for (uint32_t left = edges; left;) {
-                int to = __shfl_sync(EVERY_LANE, rank, __ffs((int)left) - 1);
-                uint32_t those = __ballot_sync(EVERY_LANE, rank == to), before = (1u << lane) - 1;
-                int64_t place = c.start[to] + index[(int64_t)row * m.size + to];
-                char *window = m.window[to];
-                int4 *there = (int4 *)(window + m.x) + place * vectors;
-                left &= ~those;
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; i++)
-                    if (part + i * WARP + lane < vectors)
-                        there[part + i * WARP + lane] = v[i];
-                if (part > 0)
-                    continue;
-                bool its = those >> lane & 1;
-                int edge = its ? __popc(those & before) : __popc(those) + __popc(~those & before);
-                if (lane < m.top_k) {
-                    ((int32_t *)(window + m.ids))[place * m.top_k + edge] = its ? id : -1;
-                    ((float *)(window + m.weights))[place * m.top_k + edge] = its ? weight : 0;
-                }
-                if (lane == 0)
-                    atomicAdd(&c.pushed[to], 1);
-            }
-        }
-    }
-}
-
-/* The first block, at the end: are all rows here? */
-static __device__ void take_in(const lsa &m, push_counts &c, uint32_t epoch)
-{
-    bool fine = true;
-    int me = (int)threadIdx.x;
-    for (int i = me; i < m.size * m.push_blocks; i += PUSH_THREADS) {
-        int source = i / m.push_blocks;
-        uint32_t rows = hear(m, arrived_at(m, m.rank, 0, i), epoch, LSA_NO_ROWS, source, &fine);
-        atomicAdd(&c.got[source], (int32_t)rows);
-    }
-    for (int i = me; i < m.size * PULSE; i += PUSH_THREADS) {
-        int source = i / PULSE;
-        uint64_t *word = word_at(m, m.rank, source, 2 * m.size + i % PULSE);
-        int32_t said = (int32_t)hear(m, word, epoch, LSA_NO_COUNTS, source, &fine);
-        m.heard[i] = said;
-    }
-    fine = !__syncthreads_or(!fine);
-    if (fine && me < m.size && c.got[me] != c.wanted[me]) {
-        complain(m, LSA_OTHER_ROWS, me, c.got[me], c.wanted[me], epoch);
-        fine = false;
-    }
-    fine = !__syncthreads_or(!fine);
-    if (me > 0)
-        return;
-    int32_t all = 0;
-    int64_t sent = 0, sums = 0;
-    for (int r = 0; r < m.size; r++) {
-        m.first[r] = all;
-        all += c.wanted[r];
-        sent += c.out[r];
-        sums += c.sums[r];
-    }
-    m.used[0] = fine ? all : 0;
-    m.used[1] = fine ? all * m.units : 0;
-    m.count[LSA_SENT] += sent;
-    m.count[LSA_RECEIVED] += all;
-    m.count[LSA_SUMS_SENT] += sums;
-    m.count[LSA_ROWS_OUT] += sent - c.out[m.rank];
-    m.count[LSA_SUMS_OUT] += sums - c.sums[m.rank];
-    *m.epoch = epoch; /* all blocks have read the old one: their flags came */
-}
-
-/* ALONE: each block makes the whole plan for itself, of few rows. */
-template <bool ALONE>
-static __global__ void __launch_bounds__(PUSH_THREADS, 1)
-    push_kernel(const __grid_constant__ lsa m, tensor x, tensor ids, tensor weights)
-{
-    extern __shared__ int32_t index_room[];
-    __shared__ push_counts c;
-    int me = (int)threadIdx.x;
-    bool first = blockIdx.x == 0, last = blockIdx.x == gridDim.x - 1;
-    after_previous();
-    uint32_t epoch = *m.epoch + 1;
-    for (int i = me; i < (int)(sizeof c / sizeof(int32_t)); i += PUSH_THREADS)
-        ((int32_t *)&c)[i] = 0;
-    __syncthreads();
-    if constexpr (ALONE) {
-        __shared__ plan_room<PUSH_WARPS> room;
-        make_plan<PUSH_WARPS, false>(m, ids, index_room, room);
-        if (first) {
-            tell_counts(m, room, epoch);
-            for (int64_t i = me; i < used_rows(ids) * m.size; i += PUSH_THREADS)
-                m.index[i] = index_room[i];
-        }
-    }
-    if (last)
-        for (int i = me; i < m.size * PULSE; i += PUSH_THREADS)
-            tell(word_at(m, i / PULSE, m.rank, 2 * m.size + i % PULSE), epoch,
-                 (uint32_t)m.said[i % PULSE]);
-    if (!hear_counts(m, c, epoch)) {
-        if (first && me < 2)
-            m.used[me] = 0;
-        return;
-    }
-    push_rows(m, x, ids, weights, ALONE ? index_room : m.index, c);
-    __syncthreads();
-    if (me < m.size)
-        tell_behind(arrived_at(m, me, m.rank, (int)blockIdx.x), epoch, (uint32_t)c.pushed[me]);
-    if (first)
-        take_in(m, c, epoch);
-}
-
-/* ---- sums together */
-
-/* 16 bytes that are read once. */
+/* 16 bytes that are read once. They are asked for where this stands, however soon they are needed. */
 static __device__ __forceinline__ uint4 fetch(const void *from)
 {
     uint4 v;
@@ -403,6 +122,216 @@ static __device__ __forceinline__ uint4 fetch(const void *from)
                  : "memory");
     return v;
 }
+
+static __device__ __forceinline__ int32_t fetch_word(const void *from)
+{
+    int32_t v;
+    asm volatile("ld.global.L1::no_allocate.s32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+
+/* ---- rows out */
+
+typedef struct push_counts { /* by rank */
+    int32_t sent[LSA_KINDS][LSA_RANKS]; /* by this block */
+    int32_t rows[LSA_RANKS];            /* that it has */
+} push_counts;
+
+enum { AT_ONCE = 8 /* vectors a thread holds of a row */, WORDS = 16 /* at least 1 + PULSE */ };
+
+typedef struct row_part { /* as a warp holds it: of a row, vectors from `begin` on */
+    int row, begin;
+    int32_t id, weight;
+    uint4 v[AT_ONCE];
+} row_part;
+
+static __device__ __forceinline__ void ask(row_part &p, const lsa &m, const tensor &x, const tensor &ids,
+                                           const tensor &weights, int row, int begin)
+{
+    int lane = (int)threadIdx.x % WARP, left = m.hidden / 8 - begin - lane;
+    const uint4 *from = (const uint4 *)row_of<bf16>(x, row) + begin + lane;
+    p.row = row;
+    p.begin = begin;
+    p.id = lane < m.top_k ? fetch_word(row_of<int32_t>(ids, row) + lane) : -1;
+    p.weight = lane < m.top_k ? fetch_word(row_of<int32_t>(weights, row) + lane) : 0;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+        if (i * WARP < left)
+            p.v[i] = fetch(from + i * WARP);
+}
+
+static __device__ __forceinline__ void send(const row_part &p, const lsa &m, const lsa_home *home, push_counts &c)
+{
+    int lane = (int)threadIdx.x % WARP, vectors = m.hidden / 8, left = vectors - p.begin - lane;
+    int64_t place = (int64_t)p.row * m.size + m.rank, edge = (place * m.top_k + lane) * (int64_t)sizeof(int32_t);
+    int64_t piece = (place * vectors + p.begin + lane) * (int64_t)sizeof(uint4);
+    int rank = -1, unit = -1;
+    if (p.id >= 0) {
+        rank = home[p.id].rank;
+        unit = home[p.id].unit;
+    }
+    uint32_t low = __reduce_or_sync(EVERY_LANE, rank >= 0 && rank < WARP ? 1u << rank : 0);
+    uint32_t high = m.size > WARP ? __reduce_or_sync(EVERY_LANE, rank >= WARP ? 1u << (rank - WARP) : 0) : 0;
+    int rank_before = __shfl_up_sync(EVERY_LANE, rank, 1), unit_before = __shfl_up_sync(EVERY_LANE, unit, 1);
+    bool opens = rank >= 0 && (lane == 0 || rank != rank_before || unit != unit_before);
+#pragma unroll 1
+    for (int k = 1; k <= m.size; k++) { /* this rank last: the way to others is longer */
+        int to = m.rank + k < m.size ? m.rank + k : m.rank + k - m.size;
+        char *window = m.window[to];
+        if (p.begin == 0 && lane < m.top_k) {
+            *(int32_t *)(window + m.ids + edge) = p.id;
+            *(int32_t *)(window + m.weights + edge) = p.weight;
+        }
+        if (!((to < WARP ? low >> to : high >> (to - WARP)) & 1))
+            continue;
+        uint4 *there = (uint4 *)(window + m.x + piece);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (i * WARP < left)
+                there[i * WARP] = p.v[i];
+        if (p.begin > 0)
+            continue;
+        int sums = __popc(__ballot_sync(EVERY_LANE, opens && rank == to));
+        if (lane < LSA_KINDS)
+            atomicAdd(&c.sent[lane][to], lane == 0 ? 1 : sums);
+    }
+}
+
+/* Blocks and their warps take turns with the n rows, none where `broken` is set. A warp asks for its first ones before
+ * it waits for these two numbers and for `home`, and has DEPTH on their way. All threads call. */
+template <int DEPTH>
+static __device__ void push_rows(const lsa &m, const tensor &x, const tensor &ids, const tensor &weights,
+                                 const lsa_home *home, int &n, int &broken, push_counts &c)
+{
+    int row = (int)blockIdx.x + (int)gridDim.x * ((int)threadIdx.x / WARP), begin = 0;
+    int step = (int)gridDim.x * PUSH_WARPS, rows = (int)ids.rows;
+    row_part held[DEPTH];
+    auto next = [&](row_part &p) {
+        p.row = row;
+        if (row >= rows)
+            return;
+        ask(p, m, x, ids, weights, row, begin);
+        begin += AT_ONCE * WARP;
+        if (begin >= m.hidden / 8) {
+            begin = 0;
+            row += step;
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++)
+        next(held[i]);
+    copies16_wait();
+    __syncthreads(); /* home is here */
+    asm volatile("" : "+r"(n), "+r"(broken)); /* looked at from here on */
+    n = n < rows ? n : rows;
+    rows = broken ? 0 : n;
+    for (;;) {
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            if (held[i].row >= rows)
+                return;
+            send(held[i], m, home, c);
+            next(held[i]);
+        }
+    }
+}
+
+static __device__ __forceinline__ void count_up(const lsa &m, int which, int32_t by)
+{
+    if (by > 0)
+        atomicAdd((unsigned long long *)&m.count[which], (unsigned long long)by);
+}
+
+/* The first block, at the end: are all rows here? A warp listens to a source. */
+static __device__ void take_in(const lsa &m, push_counts &c, uint32_t epoch)
+{
+    int me = (int)threadIdx.x, lane = me % WARP;
+    bool fine = true;
+    for (int source = me / WARP; source < m.size; source += PUSH_WARPS) {
+        int32_t word = 0, got[LSA_KINDS] = {};
+        if (lane < 1 + PULSE)
+            word = (int32_t)hear(m, word_at(m, m.rank, source, lane), epoch, LSA_NO_ROWS, source, &fine);
+        if (lane > 0 && lane < 1 + PULSE)
+            m.heard[source * PULSE + lane - 1] = word;
+        int32_t rows = __shfl_sync(EVERY_LANE, word, 0);
+        if (rows < 0 || rows > m.max_rows) {
+            complain(m, LSA_MANY_ROWS, source, rows, m.max_rows, epoch);
+            fine = false;
+        }
+#pragma unroll
+        for (int kind = 0; kind < LSA_KINDS; kind++) {
+            const uint64_t *flags = arrived_at(m, m.rank, kind, source, 0);
+            for (int b = lane; b < m.push_blocks && kind < m.kinds; b += WARP)
+                got[kind] += (int32_t)hear(m, &flags[b], epoch, LSA_NO_ROWS, source, &fine);
+            got[kind] = kind < m.kinds ? (int32_t)__reduce_add_sync(EVERY_LANE, got[kind]) : got[0];
+        }
+        if (got[0] > rows && __all_sync(EVERY_LANE, fine)) {
+            complain(m, LSA_OTHER_ROWS, source, got[0], rows, epoch);
+            fine = false;
+        }
+        if (lane == 0) {
+            c.rows[source] = rows;
+            count_up(m, LSA_RECEIVED, got[0]);
+            count_up(m, LSA_SUMS_SENT, got[1]);
+            count_up(m, LSA_SUMS_OUT, source == m.rank ? 0 : got[1]);
+        }
+    }
+    fine = !__syncthreads_or(!fine);
+    int32_t most = 0;
+    for (int r = 0; r < m.size && fine; r++)
+        most = c.rows[r] > most ? c.rows[r] : most;
+    int32_t *ids = (int32_t *)(m.window[m.rank] + m.ids);
+    for (int r = 0; r < m.size && fine; r++)
+        for (int i = me; i < (most - c.rows[r]) * m.top_k; i += PUSH_THREADS)
+            ids[((int64_t)(c.rows[r] + i / m.top_k) * m.size + r) * m.top_k + i % m.top_k] = -1;
+    if (me > 0)
+        return;
+    m.used[0] = most * m.size;
+    m.used[1] = most * m.size * m.units;
+    if (fine) /* and so all blocks have read the old one. Else no `ready` follows: nobody takes this rank's sums */
+        *m.epoch = epoch;
+}
+
+template <int DEPTH>
+static __global__ void __launch_bounds__(PUSH_THREADS, 1)
+    push_kernel(const __grid_constant__ lsa m, tensor x, tensor ids, tensor weights, bool few)
+{
+    __shared__ lsa_home home[SUM_TREE_EXPERTS];
+    __shared__ push_counts c;
+    int me = (int)threadIdx.x, block = (int)blockIdx.x;
+#pragma unroll 1
+    for (int i = me; i < m.experts; i += PUSH_THREADS)
+        copy16(shared_at(&home[i]), &m.home[i]);
+    if (me < LSA_KINDS * LSA_RANKS)
+        (&c.sent[0][0])[me] = 0;
+    after_previous();
+    if (few)
+        let_next();
+    int broken = fetch_word(m.broken), n = ids.used ? fetch_word(ids.used) : (int)ids.rows;
+    uint32_t epoch = (uint32_t)fetch_word(m.epoch) + 1;
+    int word = me % WORDS, said = word > 0 && word <= PULSE ? fetch_word(&m.said[word - 1]) : 0;
+    push_rows<DEPTH>(m, x, ids, weights, home, n, broken, c);
+    if (__syncthreads_or(broken)) {
+        if (block == 0 && me < 2)
+            m.used[me] = 0;
+        return;
+    }
+    if (block == (int)gridDim.x - 1)
+        for (int to = me / WORDS; to < m.size && word <= PULSE; to += PUSH_THREADS / WORDS)
+            tell(word_at(m, to, m.rank, word), epoch, (uint32_t)(word == 0 ? n : said));
+    int teller = PUSH_THREADS - 1 - me, to = teller % LSA_RANKS, kind = teller / LSA_RANKS; /* the last warps tell */
+    if (to < m.size && kind < m.kinds) {
+        tell_behind(arrived_at(m, to, kind, m.rank, block), epoch, (uint32_t)c.sent[kind][to]);
+        if (kind == 0) {
+            count_up(m, LSA_SENT, c.sent[0][to]);
+            count_up(m, LSA_ROWS_OUT, to == m.rank ? 0 : c.sent[0][to]);
+        }
+    }
+    if (block == 0)
+        take_in(m, c, epoch);
+}
+
+/* ---- sums together */
 
 enum { V = 8, PART = V * WARP, TERMS = 4 }; /* columns of a thread and a warp; terms on their way */
 
@@ -441,7 +370,7 @@ static __global__ void __launch_bounds__(FOLD_THREADS, LEVELS > 3 ? 1 : 2)
         const char *from = NULL;
         if (id >= 0) {
             h = m.home[id];
-            int64_t place = (int64_t)m.index[row * m.size + h.rank] * h.units + h.unit;
+            int64_t place = row * h.units + h.unit;
             from = m.window[m.rank] + m.sums + (size_t)h.rank * m.pitch;
             from += place * m.hidden * (int64_t)sizeof(float) / (HALF && h.rank != m.rank ? 2 : 1);
             from += HALF && h.rank != m.rank;
@@ -533,23 +462,11 @@ static __global__ void __launch_bounds__(FOLD_THREADS, LEVELS > 3 ? 1 : 2)
 
 /* ---- launchers */
 
-static status launch_plan(cuda *c, const lsa *m, const tensor *ids)
-{
-    unsigned blocks = (unsigned)((ids->rows + PLAN_THREADS - 1) / PLAN_THREADS);
-    blocks = blocks < PLAN_BLOCKS ? blocks : (unsigned)PLAN_BLOCKS;
-    return launch_clusters(c, "the plan of a dispatch", plan_kernel, blocks, PLAN_THREADS, 0, blocks, *m, *ids);
-}
-
 extern "C" status lsa_launch_dispatch(cuda *c, const lsa *m, const tensor *x, const tensor *ids, const tensor *weights)
 {
-    status st = OK;
-    bool alone = ids->rows <= PUSH_THREADS && ids->rows * m->size <= ALONE_ENTRIES;
-    dim3 grid((unsigned)m->push_blocks), block(PUSH_THREADS);
-    if (alone)
-        return launch(c, "dispatch", push_kernel<true>, grid, block, (size_t)(ids->rows * m->size) * sizeof(int32_t),
-                      *m, *x, *ids, *weights);
-    st = launch_plan(c, m, ids);
-    return st == OK ? launch(c, "dispatch", push_kernel<false>, grid, block, 0, *m, *x, *ids, *weights) : st;
+    bool few = (int64_t)m->max_rows * m->size * m->top_k <= FEW_EDGES;
+    return launch(c, "dispatch", push_kernel<2>, dim3((unsigned)m->push_blocks), dim3(PUSH_THREADS), 0, *m, *x, *ids,
+                  *weights, few);
 }
 
 template <int LEVELS>

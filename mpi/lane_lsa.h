@@ -7,10 +7,10 @@
 #include "cuda/kernels.h"
 #include "src/lane.h"
 
-enum { LSA_RANKS = 64, LSA_PUSH_MOST = 128 };
+enum { LSA_RANKS = 64, LSA_PUSH_MOST = 128, LSA_KINDS = 2 };
 
 /* What went wrong on the device: in the host's memory, written once, `what` last. */
-typedef enum lsa_what { LSA_FINE, LSA_NO_COUNTS, LSA_NO_ROWS, LSA_NO_SUMS, LSA_MANY_ROWS, LSA_OTHER_ROWS } lsa_what;
+typedef enum lsa_what { LSA_FINE, LSA_NO_ROWS, LSA_NO_SUMS, LSA_MANY_ROWS, LSA_OTHER_ROWS } lsa_what;
 
 typedef struct lsa_fault {
     int32_t what, rank; /* the rank waited for, or whose numbers do not agree */
@@ -26,7 +26,7 @@ typedef struct lsa_blocks {
     int push, fold; /* that send rows, at most LSA_PUSH_MOST; that add sums, at most */
 } lsa_blocks;
 
-/* Where an expert's sums come from. */
+/* Where an expert's sums come from; 16 bytes, which kernels copy at once. */
 typedef struct lsa_home {
     int32_t rank, unit, units, shard; /* unit: of the rank's, which has `units`; its first shard */
 } lsa_home;
@@ -34,8 +34,8 @@ typedef struct lsa_home {
 /* What kernels know, by value. Offsets hold in every window alike. */
 typedef struct lsa {
     int32_t rank, size, hidden, top_k, units, shards, push_blocks;
-    int32_t max_rows;
-    int32_t many_units; /* some rank has several */
+    int32_t max_rows, experts;
+    int32_t kinds;  /* of counts: rows, and sums wanted of them where some rank has several units */
     int32_t levels;     /* of the tree, where sums of different units meet */
     int32_t half;       /* sums travel as BF16 */
     uint64_t patience;  /* ns */
@@ -43,9 +43,7 @@ typedef struct lsa {
     size_t pitch; /* of sums, from one source to the next */
     char *window[LSA_RANKS];
     const lsa_home *home; /* [experts] */
-    int32_t *index;       /* [max_rows, size]: a row's place among those that go to a rank; -1: it does not */
-    int32_t *first;       /* [size]: the first row that arrived from each rank */
-    int32_t *used;        /* rows arrived; their sums */
+    int32_t *used;        /* places of x in use; of sums */
     uint32_t *epoch;      /* of the newest dispatch */
     int32_t *said, *heard; /* [PULSE], [size, PULSE] */
     int64_t *count;       /* [LSA_COUNTERS] */

@@ -140,11 +140,10 @@ typedef struct plans {
     int32_t cohort_count, layers; /* sparse layers, counted from 0 */
 } plans;
 
-/* Where the sums of an op `experts` go in place of y: by piece, as rows of other ranks come. All in memory that the
- * backend reaches. */
+/* Where the sums of an op `experts` go in place of y: by piece, as rows of other ranks come. Row i of x is row
+ * i / pieces of piece i % pieces. Rows without an edge to this rank's experts have no sum. */
 typedef struct sums_away {
-    const int32_t *first;  /* [pieces]: the first row of x of each piece */
-    void *const *to;       /* [pieces]: the sums of a piece's first row; the others behind it, as they would in y */
+    void *const *to;       /* [pieces]: the sums of a piece's rows, as in y; memory that the backend reaches */
     int32_t pieces, whole; /* F32; where `half` is set, piece `whole` alone is, the others BF16 */
     bool half;
 } sums_away;

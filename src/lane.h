@@ -26,7 +26,7 @@ typedef struct lane_rule {
  * lie further apart than their columns ask for (ld > cols). */
 typedef struct lane_load {
     tensor x;        /* [n, H] */
-    tensor ids;      /* I32 [n, K]: this rank's experts of the row (global ids), ascending; -1 behind the last */
+    tensor ids;      /* I32 [n, K]: the row's experts (global ids), ascending, all of this rank among them; -1: none */
     tensor weights;  /* F32 [n, K] */
     tensor y;        /* F32 [n * units, H]: room for the experts' partial sums; combine uses them up */
     const sums_away *away; /* where they go instead; NULL: to y */

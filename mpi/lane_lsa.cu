@@ -197,42 +197,26 @@ static __device__ __forceinline__ void send(const row_part &p, const lsa &m, con
     }
 }
 
-/* Blocks and their warps take turns with the n rows, none where `broken` is set. A warp asks for its first ones before
- * it waits for these two numbers and for `home`, and has DEPTH on their way. All threads call. */
-template <int DEPTH>
+/* Blocks and their warps take turns with the n rows, none where `broken` is set. A warp asks for its first row before it
+ * waits for these two numbers and for `home`. All threads call. */
 static __device__ void push_rows(const lsa &m, const tensor &x, const tensor &ids, const tensor &weights,
                                  const lsa_home *home, int &n, int &broken, push_counts &c)
 {
-    int row = (int)blockIdx.x + (int)gridDim.x * ((int)threadIdx.x / WARP), begin = 0;
-    int step = (int)gridDim.x * PUSH_WARPS, rows = (int)ids.rows;
-    row_part held[DEPTH];
-    auto next = [&](row_part &p) {
-        p.row = row;
-        if (row >= rows)
-            return;
-        ask(p, m, x, ids, weights, row, begin);
-        begin += AT_ONCE * WARP;
-        if (begin >= m.hidden / 8) {
-            begin = 0;
-            row += step;
-        }
-    };
-#pragma unroll
-    for (int i = 0; i < DEPTH; i++)
-        next(held[i]);
+    row_part p;
+    p.row = (int)blockIdx.x + (int)gridDim.x * ((int)threadIdx.x / WARP);
+    if (p.row < (int)ids.rows)
+        ask(p, m, x, ids, weights, p.row, 0);
     copies16_wait();
     __syncthreads(); /* home is here */
     asm volatile("" : "+r"(n), "+r"(broken)); /* looked at from here on */
-    n = n < rows ? n : rows;
-    rows = broken ? 0 : n;
-    for (;;) {
-#pragma unroll
-        for (int i = 0; i < DEPTH; i++) {
-            if (held[i].row >= rows)
-                return;
-            send(held[i], m, home, c);
-            next(held[i]);
-        }
+    n = n < (int)ids.rows ? n : (int)ids.rows;
+    while (!broken && p.row < n) {
+        send(p, m, home, c);
+        bool more = p.begin + AT_ONCE * WARP < m.hidden / 8;
+        int row = more ? p.row : p.row + (int)gridDim.x * PUSH_WARPS;
+        if (row >= n)
+            break;
+        ask(p, m, x, ids, weights, row, more ? p.begin + AT_ONCE * WARP : 0);
     }
 }
 
@@ -292,7 +276,6 @@ static __device__ void take_in(const lsa &m, push_counts &c, uint32_t epoch)
         *m.epoch = epoch;
 }
 
-template <int DEPTH>
 static __global__ void __launch_bounds__(PUSH_THREADS, 1)
     push_kernel(const __grid_constant__ lsa m, tensor x, tensor ids, tensor weights, bool few)
 {
@@ -310,7 +293,7 @@ static __global__ void __launch_bounds__(PUSH_THREADS, 1)
     int broken = fetch_word(m.broken), n = ids.used ? fetch_word(ids.used) : (int)ids.rows;
     uint32_t epoch = (uint32_t)fetch_word(m.epoch) + 1;
     int word = me % WORDS, said = word > 0 && word <= PULSE ? fetch_word(&m.said[word - 1]) : 0;
-    push_rows<DEPTH>(m, x, ids, weights, home, n, broken, c);
+    push_rows(m, x, ids, weights, home, n, broken, c);
     if (__syncthreads_or(broken)) {
         if (block == 0 && me < 2)
             m.used[me] = 0;
@@ -465,7 +448,7 @@ static __global__ void __launch_bounds__(FOLD_THREADS, LEVELS > 3 ? 1 : 2)
 extern "C" status lsa_launch_dispatch(cuda *c, const lsa *m, const tensor *x, const tensor *ids, const tensor *weights)
 {
     bool few = (int64_t)m->max_rows * m->size * m->top_k <= FEW_EDGES;
-    return launch(c, "dispatch", push_kernel<2>, dim3((unsigned)m->push_blocks), dim3(PUSH_THREADS), 0, *m, *x, *ids,
+    return launch(c, "dispatch", push_kernel, dim3((unsigned)m->push_blocks), dim3(PUSH_THREADS), 0, *m, *x, *ids,
                   *weights, few);
 }
 

@@ -495,7 +495,7 @@ static void test_replays(void **state)
 {
     (void)state;
     fleet f = {.hidden = 128, .inner = 64};
-    for (int most = 200; most <= 800; most += 600) { /* with and without the next kernel on its way */
+    for (int most = 200; most <= 800; most += 600) { /* with and without the next kernel waiting beside */
         seed = 4242;
         open_fleet(&f, job->size > 1 ? 0 : 3, 24, 1, 4, most, F32, &FEW, 10);
         rounds(&f, most == 200 ? 300 : 60, true);

@@ -308,7 +308,7 @@ static void help(void)
         "  --iterations N     forwards timed without a schedule [20]\n"
         "  --skew X           a random router bias up to X, so that some experts are liked [0]\n"
         "  --seed N           of all that is random [1]\n"
-        "  --timeout S        end the job once no rank has moved for S seconds (four times in loading); 0: never [300]\n"
+        "  --timeout S        end the job once no rank has moved for so long (four times in loading); 0: never [300]\n"
         "  --out FILE.h5      all of it as a table too; must not exist\n");
 }
 
@@ -660,7 +660,7 @@ out:
 
 typedef struct guard {
     watch watch;
-    char folder[4000]; /* of its heartbeats: beside --out, or where the job was started; a job that is killed leaves it */
+    char folder[4000]; /* of its heartbeats: beside --out, or where the job was started; left by a job that is killed */
 } guard;
 
 /* Where there are several ranks: one alone waits for nobody. */

@@ -68,8 +68,7 @@ static const flag table[] = {
      "beta: weight of the mass gained beside the rows rescued"},
     {"placement", CHOICE, AT(placement), "dp", "dp|tp", 0, 0, "", "dp: attention by sequence, experts sharded"},
     {"transport", CHOICE, AT(transport), "auto", "auto|self|mpi|nccl|lsa", 0, 0, "",
-     "how fresh rows travel: within one rank, in host memory, between GPUs of any hosts, or of one; auto: lsa where all "
-     "GPUs reach each other"},
+     "how rows travel: within a rank, in host memory, between GPUs, or those of one host; auto: lsa if it can"},
     {"combine", CHOICE, AT(combine), "fp32", "fp32|bf16", 0, 0, "",
      "partial sums between GPUs; bf16 halves their bytes, and answers then depend on the number of ranks"},
     {"weights", CHOICE, AT(weights), "auto", "auto|stored|f32", 0, 0, "",

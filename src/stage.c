@@ -259,8 +259,8 @@ void stage_print(const stage *s, FILE *to)
                 (double)z.iteration / 1e6);
     }
     memory_plan p = plan_memory(s);
-    fprintf(to, "# the rank that has most takes %.1f MB of its device: lane %.1f, scratch %.1f, CUDA itself %.1f, NCCL %.1f "
-            "besides\n", p.total / 1e6, p.lane / 1e6, p.scratch / 1e6, p.fixed / 1e6, p.joined / 1e6);
+    fprintf(to, "# the rank that has most takes %.1f MB of its device: lane %.1f, scratch %.1f, CUDA itself %.1f, NCCL "
+            "%.1f besides\n", p.total / 1e6, p.lane / 1e6, p.scratch / 1e6, p.fixed / 1e6, p.joined / 1e6);
 }
 
 json_t *stage_json(const stage *s)

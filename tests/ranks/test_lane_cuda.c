@@ -4,7 +4,7 @@
  * each rank make of a row, and with all experts on one GPU.
  *
  *   mpirun -n R test_lane_cuda               the tests
- *   mpirun -n R test_lane_cuda bench [PUSH FOLD [BF16]]   microseconds and GB/s, beside the lane of sends and receives */
+ *   mpirun -n R test_lane_cuda bench [PUSH FOLD [BF16]]   microseconds and GB/s, beside sends and receives */
 #include "tests/ranks/ranks.h"
 
 #include "mpi/lane_lsa.h"

@@ -43,11 +43,12 @@ typedef struct building {
     uint16_t *id;   /* NOBODY behind the last */
     float *score;
     float *floor; /* of each fresh row: r_t; -1: not a row of an active block, it has no candidates */
+    bool settled; /* cuda.settled, of the kernel before the test */
 } building;
 
 static __device__ __forceinline__ int32_t owner_of(const building &b, int64_t i)
 {
-    return ((const int32_t *)b.in.slot.data)[((const int32_t *)b.in.fresh.data)[i]];
+    return __ldcg((const int32_t *)b.in.slot.data + __ldcg((const int32_t *)b.in.fresh.data + i));
 }
 
 static __device__ __forceinline__ bool in_words(const int32_t *set, int e)
@@ -133,24 +134,37 @@ static __global__ void __launch_bounds__(warps<N>::THREADS) test_kernel(const __
     uint32_t *room = shared + warp * (warps<N>::BYTES / sizeof *shared), whole = lane_set<N>(NULL, b.r.experts);
     float bias[N];
     lane_share(bias, b.bias, b.r.experts);
+    int from = 0, to = 0;
+    int32_t before = -1, after = INT32_MAX;
+    packed_row of = {};
+    auto divide = [&] {
+        int n = (int)used_rows_early(b.in.fresh), all = (int)gridDim.x * warps<N>::COUNT, each = (n + all - 1) / all;
+        from = ((int)blockIdx.x * warps<N>::COUNT + warp) * each;
+        to = from + each < n ? from + each : n;
+        if (from >= to)
+            return;
+        of = packed_row_at(b.in, b.s, b.k, from);
+        before = from > 0 ? owner_of(b, from - 1) : -1;
+        after = to < n ? owner_of(b, to) : INT32_MAX;
+    };
+    if (b.settled)
+        divide();
     after_previous();
     let_next();
-    int n = (int)used_rows(b.in.fresh), every = (int)gridDim.x * warps<N>::COUNT, each = (n + every - 1) / every;
-    int from = ((int)blockIdx.x * warps<N>::COUNT + warp) * each, to = from + each < n ? from + each : n;
+    if (!b.settled)
+        divide();
     if (from >= to)
         return;
-    int32_t before = from > 0 ? owner_of(b, from - 1) : -1, after = to < n ? owner_of(b, to) : INT32_MAX;
     int32_t cohort = -1;
     tally t = {};
     for (int i = from; i < to; i++) {
         float z[N];
         lane_share(z, row_of<float>(b.z, i), b.r.experts);
-        int32_t row = ((const int32_t *)b.in.fresh.data)[i], owner = ((const int32_t *)b.in.slot.data)[row];
-        int32_t mine = owner / b.k.cohort;
-        bool sealing = ((const int32_t *)b.in.role.data)[row] == ROW_SEALING;
-        const slot *sl = (const slot *)b.s.slot.data + owner;
+        if (i > from)
+            of = packed_row_at(b.in, b.s, b.k, i);
+        int32_t mine = of.owner / b.k.cohort;
         const int32_t *support = support_of(b.p, b.layer, mine);
-        bool tested = sl->path != PATH_COLD && support[words] == SUPPORT_HOLDS;
+        bool tested = of.path != PATH_COLD && support[words] == SUPPORT_HOLDS;
         if (mine != cohort) { /* a cohort's rows are neighbours */
             if (lane == 0 && i > from)
                 b.range[cohort].last = i;
@@ -161,7 +175,7 @@ static __global__ void __launch_bounds__(warps<N>::THREADS) test_kernel(const __
             t = tally{};
             cohort = mine;
         }
-        if (sealing || (b.k.dense_lane && !is_fresh(b.in, b.k, row, sl))) {
+        if (!of.counts) {
             if (lane == 0)
                 b.floor[i] = -1;
             continue;
@@ -383,22 +397,26 @@ static __global__ void __launch_bounds__(BLOCKS > 1 ? SPREAD_THREADS : BUILD_THR
     for (int e = threadIdx.x; e < b.r.experts; e += blockDim.x)
         w.low[0][e] = w.high[0][e] = 0;
     __syncthreads();
+    /* behind the test, which waits before it lets this begin: the slots and the support are as they were */
+    int32_t *support = support_of(b.p, b.layer, cohort), flag = __ldcg(support + words);
+    int end = (cohort + 1) * b.k.cohort < slot_count ? (cohort + 1) * b.k.cohort : slot_count;
+    for (int i = cohort * b.k.cohort + threadIdx.x; i < end; i += blockDim.x)
+        if (__ldcg(&all[i].path) >= PATH_COLD)
+            atomicMin(&w.lead, i);
+    __syncthreads();
+    const slot *lead = w.lead < slot_count ? all + w.lead : NULL;
+    bool cold = lead && __ldcg(&lead->path) == PATH_COLD;
+    int32_t iteration = lead ? __ldcg(&lead->iteration) : 0, since = lead ? __ldcg(&lead->since_update) : 0;
     after_previous();
     let_next();
     cohort_range range = b.range[cohort];
-    int32_t *support = support_of(b.p, b.layer, cohort), flag = support[words];
-    int end = (cohort + 1) * b.k.cohort < slot_count ? (cohort + 1) * b.k.cohort : slot_count;
-    for (int i = cohort * b.k.cohort + threadIdx.x; i < end; i += blockDim.x)
-        if (all[i].path >= PATH_COLD)
-            atomicMin(&w.lead, i);
     meet_all<BLOCKS>(); /* every thread has read range and flag */
     if (first_block && threadIdx.x == 0)
         b.range[cohort] = cohort_range{};
-    if (w.lead == slot_count)
+    if (!lead)
         return;
-    const slot *lead = all + w.lead;
-    bool cold = lead->path == PATH_COLD, tested = !cold && flag == SUPPORT_HOLDS;
-    bool wanted = cold || slot_update_due(lead->iteration, lead->since_update, &b.k);
+    bool tested = !cold && flag == SUPPORT_HOLDS;
+    bool wanted = cold || slot_update_due(iteration, since, &b.k);
     bool rebuilt = tested && !wanted && range.under > atlas_allowed(range.rows, b.a.covered_share);
     bool made = (wanted || rebuilt) && range.rows > 0;
     int rounds = 0;
@@ -463,11 +481,14 @@ extern "C" status cuda_support(backend *b, plans *p, int layer, const tensor *z,
     g.floor = (float *)room;
     g.score = g.floor + rows;
     g.id = (uint16_t *)(g.score + rows * (size_t)width);
+    g.settled = c->settled;
     UNIVERSE_LAUNCH(st, z, g.bias, launch_test, (c, g));
     if (st != OK)
         return st;
-    if (c->overlaps && (int64_t)k->cohort * k->block_size > SMALL_ROWS)
-        return launch_clusters(c, "support", build_kernel<SPREAD>, (unsigned)p->cohort_count * SPREAD, SPREAD_THREADS,
-                               0, SPREAD, g);
-    return launch(c, "support", build_kernel<1>, (unsigned)p->cohort_count, BUILD_THREADS, 0, g);
+    bool large = c->overlaps && (int64_t)k->cohort * k->block_size > SMALL_ROWS;
+    st = large ? launch_clusters(c, "support", build_kernel<SPREAD>, (unsigned)p->cohort_count * SPREAD, SPREAD_THREADS,
+                                 0, SPREAD, g)
+               : launch(c, "support", build_kernel<1>, (unsigned)p->cohort_count, BUILD_THREADS, 0, g);
+    c->settled = st == OK;
+    return st;
 }

@@ -22,6 +22,13 @@ static __device__ __forceinline__ int64_t used_rows(const tensor &t)
     return n < t.rows ? n : t.rows;
 }
 
+/* The same past L1, for what stands before after_previous() (below). */
+static __device__ __forceinline__ int64_t used_rows_early(const tensor &t)
+{
+    int64_t n = t.used ? __ldcg(t.used) : t.rows;
+    return n < t.rows ? n : t.rows;
+}
+
 template <typename T> static __device__ __forceinline__ T *row_of(const tensor &t, int64_t row)
 {
     return (T *)t.data + row * t.ld;

@@ -58,7 +58,7 @@ enum sort_part { SORT_ALL, SORT_COUNT, SORT_PLACE };
 
 template <sort_part PART>
 static __global__ void __launch_bounds__(SORT_THREADS, 1)
-    sort_kernel(tensor ids, tensor weights, int first, int count, int most, worklist w)
+    sort_kernel(tensor ids, tensor weights, int first, int count, int most, bool settled, worklist w)
 {
     extern __shared__ int32_t sort_room[]; /* [SORT_WARPS, count] counts, then [count] totals and [count] starts */
     __shared__ int32_t sums[SORT_WARPS], widest;
@@ -70,9 +70,11 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
     if (me == 0)
         widest = 8;
     __syncthreads();
+    int64_t rows = settled ? used_rows_early(ids) : 0;
     after_previous();
     let_next();
-    uint32_t edges = (uint32_t)(used_rows(ids) * ids.cols), threads = gridDim.x * SORT_THREADS;
+    rows = settled ? rows : used_rows(ids);
+    uint32_t edges = (uint32_t)(rows * ids.cols), threads = gridDim.x * SORT_THREADS;
     uint32_t run = (edges + threads - 1) / threads * WARP, from = (blockIdx.x * SORT_WARPS + (uint32_t)warp) * run;
     for (uint32_t i = from; i < from + run && i < edges; i += WARP) {
         int e = edge_expert(ids, i + (uint32_t)lane, edges, first, count);
@@ -441,8 +443,8 @@ static status sums(cuda *c, const tensor *y, const tensor *ids, const worklist &
 static status sort(cuda *c, const tensor *ids, const tensor *weights, const expert_set *e, int most, const worklist &w)
 {
     status st = OK;
-    void (*const part[])(tensor, tensor, int, int, int, worklist) = {sort_kernel<SORT_ALL>, sort_kernel<SORT_COUNT>,
-                                                                     sort_kernel<SORT_PLACE>};
+    void (*const part[])(tensor, tensor, int, int, int, bool,
+                         worklist) = {sort_kernel<SORT_ALL>, sort_kernel<SORT_COUNT>, sort_kernel<SORT_PLACE>};
     const int most_room = (SORT_WARPS + 2) * SUM_TREE_EXPERTS * (int)sizeof(int32_t); /* one limit for all threads */
     size_t room = (size_t)(SORT_WARPS + 2) * (size_t)e->count * sizeof(int32_t);
     int64_t edges = ids->rows * ids->cols, blocks = (edges + SORT_THREADS - 1) / SORT_THREADS;
@@ -450,11 +452,12 @@ static status sort(cuda *c, const tensor *ids, const tensor *weights, const expe
     unsigned cluster = few && cuda_is_hopper(c) ? SORT_CLUSTER : 1;
     blocks = few ? cluster : blocks < SORT_BLOCKS ? blocks : (int64_t)SORT_BLOCKS;
     for (int i = few ? 0 : 1; st == OK && i < (few ? 1 : 3); i++) {
+        bool settled = c->settled;
         st = cuda_check(cudaFuncSetAttribute(part[i], cudaFuncAttributeMaxDynamicSharedMemorySize, most_room),
                         "sort of edges by expert", __FILE__, __LINE__);
         if (st == OK)
             st = launch_clusters(c, "sort of edges by expert", part[i], (unsigned)blocks, SORT_THREADS, room, cluster,
-                                 *ids, *weights, e->first, e->count, most, w);
+                                 *ids, *weights, e->first, e->count, most, settled, w);
     }
     return st;
 }
@@ -534,6 +537,7 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
     if (st == OK && !y->data && !e->away) {
         assert(e->tree->unit_count == 1);
         c->terms = {*ids, term, w.place_of, e->tree->shards, e->tree->per_shard};
+        c->settled = boxes; /* gemm.cuh */
         return OK;
     }
     return st == OK ? sums(c, y, ids, w, term, e) : st;

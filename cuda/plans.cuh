@@ -16,10 +16,25 @@ static __device__ __forceinline__ layer_log *log_of(const plans &p, int layer, i
     return (layer_log *)p.log.data + (int64_t)layer * p.cohort_count + cohort;
 }
 
-/* Is this row of an active block fresh by itself, not by the dense lane alone? */
-static __device__ __forceinline__ bool is_fresh(const batch &in, const block_rule &k, int32_t row, const slot *owner)
+/* A packed row: whose it is, the path of that slot, whether it belongs to a block that is being sealed, and whether it
+ * counts: it is a row of an active block that is fresh by itself, not by the dense lane alone. */
+typedef struct packed_row {
+    int32_t owner, path;
+    bool sealing, counts;
+} packed_row;
+
+/* Packed row i. All loads come past L1: the kernels of a layer ask for their first row before after_previous(). */
+static __device__ __forceinline__ packed_row packed_row_at(const batch &in, const slots &s, const block_rule &k,
+                                                           int64_t i)
 {
-    return owner->fresh >> (((const int32_t *)in.position.data)[row] % k.block_size) & 1;
+    int32_t row = __ldcg((const int32_t *)in.fresh.data + i);
+    int32_t owner = __ldcg((const int32_t *)in.slot.data + row), role = __ldcg((const int32_t *)in.role.data + row);
+    int32_t position = __ldcg((const int32_t *)in.position.data + row);
+    const slot *x = (const slot *)s.slot.data + owner;
+    bool sealing = role == ROW_SEALING;
+    int32_t path = __ldcg(&x->path);
+    uint64_t fresh = __ldcg(&x->fresh);
+    return {owner, path, sealing, !sealing && (!k.dense_lane || (fresh >> position % k.block_size & 1))};
 }
 
 #endif

@@ -6,7 +6,7 @@
 #include "cuda/hopper.cuh"
 #include "cuda/tree.cuh"
 
-enum { THREADS = 256, WAVES = 16, VECTOR = 8, TERMS_AT_ONCE = 8 };
+enum { THREADS = 256, WAVES = 16, VECTOR = 8, TERMS_AT_ONCE = 8, EARLY_ROWS = 1024 };
 
 /* Where y comes from: a row of its own; the packed rows; the terms of a packed row, in a tree of up to 3 levels, or
  * more. */
@@ -24,7 +24,8 @@ typedef struct residual_op {
     volatile int32_t *reached; /* in host memory: one write across the bus, for which nothing waits */
 } residual_op;
 
-/* What decides where the routed experts' output of a row comes from; all loads of one depth stand side by side. */
+/* What decides where the routed experts' output of a row comes from; all loads of one depth stand side by side. EARLY,
+ * here and below: before after_previous(), and so past L1. */
 typedef struct routed_row {
     int32_t place, in_block;
     bool sealing;
@@ -32,17 +33,24 @@ typedef struct routed_row {
     bf16 *cache;
 } routed_row;
 
-static __device__ __forceinline__ routed_row find_routed(const residual_op &a, int64_t row)
+template <bool EARLY, typename T> static __device__ __forceinline__ T look_up(const T *at)
 {
-    int32_t position = ((const int32_t *)a.in.position.data)[row], owner = ((const int32_t *)a.in.slot.data)[row];
-    int32_t place = ((const int32_t *)a.in.place.data)[row], role = ((const int32_t *)a.in.role.data)[row];
+    return EARLY ? __ldcg(at) : *at;
+}
+
+template <bool EARLY> static __device__ __forceinline__ routed_row find_routed(const residual_op &a, int64_t row)
+{
+    int32_t position = look_up<EARLY>((const int32_t *)a.in.position.data + row);
+    int32_t owner = look_up<EARLY>((const int32_t *)a.in.slot.data + row);
+    int32_t place = look_up<EARLY>((const int32_t *)a.in.place.data + row);
+    int32_t role = look_up<EARLY>((const int32_t *)a.in.role.data + row);
     const slot *x = (const slot *)a.s.slot.data + owner;
     int32_t in_block = position % a.k.block_size;
     return {place,
             in_block,
             role == ROW_SEALING,
-            x->fresh,
-            x->decoded,
+            look_up<EARLY>(&x->fresh),
+            look_up<EARLY>(&x->decoded),
             row_of<bf16>(a.cache, ((int64_t)a.layer * a.s.slot_count + owner) * a.k.block_size + in_block)};
 }
 
@@ -53,12 +61,12 @@ typedef struct row_edges {
     int place, way;
 } row_edges;
 
-static __device__ __forceinline__ row_edges find_edges(const cuda_terms &t, int64_t row)
+template <bool EARLY> static __device__ __forceinline__ row_edges find_edges(const cuda_terms &t, int64_t row)
 {
     int lane = (int)threadIdx.x % WARP, edges = (int)t.ids.cols, id = -1, place = 0;
     if (lane < edges) { /* the place may be none: it counts where the id is one */
-        id = row_of<int32_t>(t.ids, row)[lane];
-        place = t.place_of[row * edges + lane];
+        id = look_up<EARLY>(row_of<int32_t>(t.ids, row) + lane);
+        place = look_up<EARLY>(t.place_of + row * edges + lane);
     }
     row_edges e = {__ballot_sync(EVERY_LANE, id >= 0), place, -2};
     uint32_t earlier = e.present & ((1u << lane) - 1);
@@ -75,8 +83,7 @@ static __device__ __forceinline__ row_edges find_edges(const cuda_terms &t, int6
  * multiprocessor to a row or two. */
 template <int LEVELS, int V>
 static __device__ __forceinline__ void sum_terms(float (&sum)[V], const cuda_terms &t, const row_edges &e, int64_t j,
-                                                 int64_t width, bool inside,
-                                                 pack_of<bf16, V> (*room)[THREADS])
+                                                 int64_t width, bool inside, pack_of<bf16, V> (*room)[THREADS])
 {
     typedef pack_of<bf16, V> pack;
     const float zero[V] = {};
@@ -127,7 +134,7 @@ template <int V> static __device__ __forceinline__ void add(pack_of<bf16, V> &a,
 }
 
 /* With three blocks a multiprocessor, one's rows come while others are summed up. */
-template <int V, int FROM>
+template <int V, int FROM, bool EARLY>
 static __global__ void __launch_bounds__(THREADS, FROM == FROM_MANY_TERMS ? 1 : 3) residual_kernel(residual_op a)
 {
     typedef pack_of<bf16, V> pack;
@@ -140,6 +147,13 @@ static __global__ void __launch_bounds__(THREADS, FROM == FROM_MANY_TERMS ? 1 : 
     wide weight = {};
     if (threadIdx.x < width)
         weight = ((const wide *)a.norm)[threadIdx.x];
+    routed_row routed = {};
+    row_edges edges = {};
+    if (EARLY && blockIdx.x < used_rows_early(a.r.x)) {
+        routed = find_routed<true>(a, blockIdx.x);
+        if (routed.place >= 0)
+            edges = find_edges<true>(a.t, routed.place);
+    }
     after_previous();
     if (blockIdx.x == 0 && threadIdx.x == 0)
         *a.reached = a.r.through;
@@ -147,12 +161,13 @@ static __global__ void __launch_bounds__(THREADS, FROM == FROM_MANY_TERMS ? 1 : 
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         pack *x = (pack *)row_of<bf16>(a.r.x, i), *h = (pack *)row_of<bf16>(a.r.h, i), first = {};
         const pack *shared = a.shared.data ? (const pack *)row_of<bf16>(a.shared, i) : NULL;
-        routed_row routed = {};
-        row_edges edges = {};
-        if (FROM != FROM_ROWS)
-            routed = find_routed(a, i);
-        if (TERMS && routed.place >= 0)
-            edges = find_edges(a.t, routed.place);
+        const bool known = EARLY && i == blockIdx.x;
+        if (!known)
+            edges = {};
+        if (FROM != FROM_ROWS && !known)
+            routed = find_routed<false>(a, i);
+        if (TERMS && !known && routed.place >= 0)
+            edges = find_edges<false>(a.t, routed.place);
         const bool anew = routed.sealing || (routed.fresh >> routed.in_block & 1);
         const bool keep = !routed.sealing && (routed.decoded >> routed.in_block & 1);
         float sum = 0;
@@ -229,7 +244,10 @@ template <int FROM> static status end(cuda *c, residual_op &a, const char *what)
     assert(r.x.type == BF16 && r.h.type == BF16 && r.norm->type == F32 && r.h.rows >= r.x.rows);
     assert(r.h.cols == r.x.cols && r.norm->cols == r.x.cols && a.y.cols == r.x.cols);
     assert(!r.h_fresh.data || (r.h_fresh.type == BF16 && r.h_fresh.cols == r.x.cols));
-    auto kernel = wide ? residual_kernel<VECTOR, FROM> : residual_kernel<1, FROM>;
+    constexpr bool FEW = FROM == FROM_TERMS; /* of many rows most are not a block's first, and registers are short */
+    auto kernel = !wide                                         ? residual_kernel<1, FROM, false>
+                  : FEW && c->settled && r.x.rows <= EARLY_ROWS ? residual_kernel<VECTOR, FROM, FEW>
+                                                                : residual_kernel<VECTOR, FROM, false>;
     return launch(c, what, kernel, cuda_grid(c, r.x.rows, WAVES), THREADS, 0, a);
 }
 

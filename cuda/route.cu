@@ -17,6 +17,7 @@ typedef struct routing {
     block_rule k;
     grouping g;
     uint32_t *seen; /* [layers, cohorts, words] */
+    bool settled;   /* cuda.settled, of the kernel before this one */
 } routing;
 
 /* The chosen by ascending id, with their weights. */
@@ -58,24 +59,34 @@ static __global__ void __launch_bounds__(warps<N>::THREADS) route_kernel(const _
     uint32_t *room = shared + warp * (warps<N>::BYTES / sizeof *shared);
     float bias[N];
     lane_share(bias, a.bias, a.r.experts);
+    int from = 0, to = 0;
+    packed_row of = {};
+    auto divide = [&] {
+        int n = (int)used_rows_early(a.in.fresh), all = (int)gridDim.x * warps<N>::COUNT, each = (n + all - 1) / all;
+        from = ((int)blockIdx.x * warps<N>::COUNT + warp) * each;
+        to = from + each < n ? from + each : n;
+        if (from < to)
+            of = packed_row_at(a.in, a.s, a.k, from);
+    };
+    if (a.settled)
+        divide();
     after_previous();
     let_next();
-    int n = (int)used_rows(a.in.fresh), all = (int)gridDim.x * warps<N>::COUNT, each = (n + all - 1) / all;
-    int from = ((int)blockIdx.x * warps<N>::COUNT + warp) * each, to = from + each < n ? from + each : n;
+    if (!a.settled)
+        divide();
     uint32_t joined = 0; /* of this lane's experts, chosen by counted rows of `last` */
     int32_t last = -1;
     for (int i = from; i < to; i++) {
         float z[N];
         lane_share(z, row_of<float>(a.z, i), a.r.experts);
-        int32_t row = ((const int32_t *)a.in.fresh.data)[i], owner = ((const int32_t *)a.in.slot.data)[row];
-        int32_t cohort = owner / a.k.cohort;
-        bool sealing = ((const int32_t *)a.in.role.data)[row] == ROW_SEALING;
-        const slot *sl = (const slot *)a.s.slot.data + owner;
+        if (i > from)
+            of = packed_row_at(a.in, a.s, a.k, i);
+        int32_t cohort = of.owner / a.k.cohort;
         const int32_t *support = support_of(a.p, a.layer, cohort);
         uint32_t eligible = lane_set<N>(NULL, a.r.experts);
         if (a.k.restrict_experts) {
             uint32_t mine = lane_set<N>(support, a.r.experts);
-            if (!sealing && sl->path != PATH_COLD && support[words] == SUPPORT_HOLDS)
+            if (!of.sealing && of.path != PATH_COLD && support[words] == SUPPORT_HOLDS)
                 eligible = mine;
         }
         universe<N> u;
@@ -93,7 +104,7 @@ static __global__ void __launch_bounds__(warps<N>::THREADS) route_kernel(const _
         }
         __syncwarp();
         write_row(a, i, u, chosen, (float *)room);
-        if (sealing || (a.k.dense_lane && !is_fresh(a.in, a.k, row, sl)))
+        if (!of.counts)
             continue;
         if (cohort != last) {
             if (last >= 0)
@@ -131,6 +142,8 @@ extern "C" status cuda_route(backend *b, tensor *ids, tensor *weights, const ten
     c->experts = r->experts;
     routing a = {*ids, *weights, *z, (const float *)bias->data, *p, layer, *in, *s, *r, *k};
     a.seen = (uint32_t *)c->seen.data;
+    a.settled = c->settled;
     UNIVERSE_LAUNCH(st, z, a.bias, launch_route, (c, a));
+    c->settled = st == OK;
     return st;
 }

@@ -59,8 +59,8 @@ static __device__ void ring_open(const ring &g, uint32_t readers)
 }
 
 /* One thread fills the stages of steps [from, to). */
-static __device__ void feed(const ring &g, ring_place &p, const CUtensorMap *weights, const CUtensorMap *tokens, int sides,
-                            int expert, int token, int from, int to)
+static __device__ void feed(const ring &g, ring_place &p, const CUtensorMap *weights, const CUtensorMap *tokens,
+                            int sides, int expert, int token, int from, int to)
 {
     for (int k = from; k < to; k++) {
         uint32_t at = g.at + (uint32_t)(p.stage * g.stage_bytes), full = g.full + 8 * (uint32_t)p.stage;
@@ -333,9 +333,11 @@ extern "C" status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor 
         st = cuda_map_rows(&tokens, x, r.tokens);
     if (st == OK)
         st = launch_few(c, weights, tokens, r, both ? (int64_t)FEW_ROWS : x->rows);
-    if (st != OK || !both)
-        return st;
-    r.from = r.to;
-    r.to = INT32_MAX;
-    return launch_many(c, weights, tokens, r);
+    if (st == OK && both) {
+        r.from = r.to;
+        r.to = INT32_MAX;
+        st = launch_many(c, weights, tokens, r);
+    }
+    c->settled = st == OK; /* both let the next one begin behind after_previous() */
+    return st;
 }

@@ -31,7 +31,7 @@ out:
 }
 
 /* It needs h alone, and runs beside the routed experts' way: beside rows that travel, which take a link and few
- * multiprocessors; where none do, beside the route. */
+ * multiprocessors; where none do, beside the coverage test, or, without one, beside the sort of the edges. */
 static status shared_expert(executor *x, int layer)
 {
     status st = OK;
@@ -56,7 +56,8 @@ status moe_layer(executor *x, int layer, int sparse)
     tensor shared = w->shared_gate_up.data ? v->y : (tensor){0};
     lane_load here = {0};
     expert_set experts = w->experts;
-    if (shared.data && x->lane->holds == 0)
+    bool late = x->lane->holds > 0 || !k->restrict_experts;
+    if (shared.data && !late)
         TRY(shared_expert(x, layer));
     TRY(b->matmul(b, &v->z, &v->x_fresh, &w->router));
     TRY(executor_mark(x, layer, PHASE_ROUTE));
@@ -65,7 +66,7 @@ status moe_layer(executor *x, int layer, int sparse)
     TRY(b->route(b, &v->ids, &v->weights, &v->z, &w->router_bias, &x->plans, sparse, &x->batch, &x->slots, &x->route,
                  k));
     TRY(executor_mark(x, layer, PHASE_ROUTE));
-    if (shared.data && x->lane->holds > 0)
+    if (shared.data && late)
         TRY(shared_expert(x, layer));
     TRY(x->lane->dispatch(x->lane, &here, &v->x_fresh, &v->ids, &v->weights));
     TRY(executor_mark(x, layer, PHASE_DISPATCH));

@@ -73,14 +73,15 @@ static size_t lay_slab(lsa *m, sums_away *away, const lane_rule *rule, char *sla
     size_t home = take(&at, (size_t)rule->tree->experts * sizeof(lsa_home));
     size_t used = take(&at, 2 * sizeof(int32_t));
     size_t to = take(&at, size * sizeof(char *));
-    size_t epoch = take(&at, sizeof(uint32_t)), said = take(&at, PULSE * sizeof(int32_t));
-    size_t heard = take(&at, size * PULSE * sizeof(int32_t));
+    size_t epoch = take(&at, sizeof(uint32_t)), turn = take(&at, sizeof(int32_t));
+    size_t said = take(&at, PULSE * sizeof(int32_t)), heard = take(&at, size * PULSE * sizeof(int32_t));
     size_t count = take(&at, LSA_COUNTERS * sizeof(int64_t)), broken = take(&at, sizeof(int32_t));
     if (slab) {
         m->home = (const lsa_home *)(void *)(slab + home);
         m->used = (int32_t *)(void *)(slab + used);
         away->to = (void *const *)(void *)(slab + to);
         m->epoch = (uint32_t *)(void *)(slab + epoch);
+        m->turn = (int32_t *)(void *)(slab + turn);
         m->said = (int32_t *)(void *)(slab + said);
         m->heard = (int32_t *)(void *)(slab + heard);
         m->count = (int64_t *)(void *)(slab + count);

@@ -197,15 +197,19 @@ static __device__ __forceinline__ void send(const row_part &p, const lsa &m, con
     }
 }
 
-/* Blocks and their warps take turns with the n rows, none where `broken` is set. A warp asks for its first row before it
- * waits for these two numbers and for `home`. All threads call. */
+/* The n rows, none where `broken` is set. A warp's first one is its number, and asked for before the warp waits for these
+ * two and for `home`; further ones are whose turn it is, since some blocks get more of the link than others. All threads
+ * call. */
 static __device__ void push_rows(const lsa &m, const tensor &x, const tensor &ids, const tensor &weights,
                                  const lsa_home *home, int &n, int &broken, push_counts &c)
 {
+    int lane = (int)threadIdx.x % WARP, warps = (int)gridDim.x * PUSH_WARPS, turn = 0;
     row_part p;
     p.row = (int)blockIdx.x + (int)gridDim.x * ((int)threadIdx.x / WARP);
     if (p.row < (int)ids.rows)
         ask(p, m, x, ids, weights, p.row, 0);
+    if (lane == 0 && (int)ids.rows > warps)
+        turn = atomicAdd(m.turn, 1);
     copies16_wait();
     __syncthreads(); /* home is here */
     asm volatile("" : "+r"(n), "+r"(broken)); /* looked at from here on */
@@ -213,10 +217,12 @@ static __device__ void push_rows(const lsa &m, const tensor &x, const tensor &id
     while (!broken && p.row < n) {
         send(p, m, home, c);
         bool more = p.begin + AT_ONCE * WARP < m.hidden / 8;
-        int row = more ? p.row : p.row + (int)gridDim.x * PUSH_WARPS;
+        int row = more ? p.row : warps + __shfl_sync(EVERY_LANE, turn, 0);
         if (row >= n)
             break;
         ask(p, m, x, ids, weights, row, more ? p.begin + AT_ONCE * WARP : 0);
+        if (lane == 0 && !more)
+            turn = atomicAdd(m.turn, 1); /* of the row behind this one */
     }
 }
 
@@ -272,8 +278,10 @@ static __device__ void take_in(const lsa &m, push_counts &c, uint32_t epoch)
         return;
     m.used[0] = most * m.size;
     m.used[1] = most * m.size * m.units;
-    if (fine) /* and so all blocks have read the old one. Else no `ready` follows: nobody takes this rank's sums */
-        *m.epoch = epoch;
+    if (!fine) /* no `ready` follows: nobody takes this rank's sums */
+        return;
+    *m.epoch = epoch; /* all blocks have read the old one, and taken their turns: their flags came */
+    *m.turn = 0;
 }
 
 static __global__ void __launch_bounds__(PUSH_THREADS, 1)

@@ -45,6 +45,7 @@ typedef struct lsa {
     const lsa_home *home; /* [experts] */
     int32_t *used;        /* places of x in use; of sums */
     uint32_t *epoch;      /* of the newest dispatch */
+    int32_t *turn;        /* of the next row to be sent, behind the first ones of all warps */
     int32_t *said, *heard; /* [PULSE], [size, PULSE] */
     int64_t *count;       /* [LSA_COUNTERS] */
     int32_t *broken;      /* not 0: nothing waits any more */

@@ -150,10 +150,11 @@ void transport_say(const transport_ask *a, FILE *to)
     fprintf(to, "\n");
 }
 
-/* Seconds that a kernel waits for another rank: by then the watchdog has spoken, and has said where each rank was. */
+/* Seconds that a kernel waits for another rank. By then the watchdog has spoken, and has said where each rank was: it
+ * lets a rank that publishes be silent for four times --timeout. */
 static double patience(const transport_ask *a)
 {
-    return a->timeout > 0 ? 1.25 * a->timeout + 5 : FOR_EVER;
+    return a->timeout > 0 ? 5 * a->timeout + 5 : FOR_EVER;
 }
 
 /* The CUDA experts number in 32 bits what they compute: eight columns, or one, of every edge that may arrive. */

@@ -6,7 +6,7 @@
  * gemm.cuh multiplies (a Hopper GPU, whole 64 x 64 boxes), which reads each weight of a touched expert once a tile and
  * no others at all; at most 16 in the plain kernel for any shape. A place's result is the same wherever it lies. */
 #include "cuda/gemm.cuh"
-#include "cuda/tree.cuh"
+#include "cuda/stream.cuh"
 
 typedef struct worklist {
     int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8) */
@@ -339,13 +339,14 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
         if (AWAY)
             rows = piece_of(away, (int32_t)token);
         int id = lane < edges ? row_of<int32_t>(ids, token)[lane] - o.first : -1;
+        int place = lane < edges ? w.place_of[token * edges + lane] : 0; /* that of an edge to others is no place */
         bool mine = id >= 0 && id < o.count;
         uint32_t present = __ballot_sync(EVERY_LANE, mine);
         if (AWAY && !present)
             continue;
         uint32_t earlier = present & ((1u << lane) - 1);
         int before = __shfl_sync(EVERY_LANE, id, earlier ? 31 - __clz((int)earlier) : lane);
-        int unit = mine ? o.unit_of[id] : -1, place = mine ? w.place_of[token * edges + lane] : 0, way = -2;
+        int unit = mine ? o.unit_of[id] : -1, way = -2;
         if (mine && earlier &&
             o.unit_of[before] == unit) { /* -2: opens a unit; -1: same shard; else the joint's depth */
             int a = (before + o.first) / o.per_shard, b = (id + o.first) / o.per_shard;
@@ -409,6 +410,57 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
     }
 }
 
+/* Many tokens: the same sums by stream.cuh, a piece of a token's row an item. No away.pieces: to y. */
+enum { SUM_MANY = 1024, SUM_SLOT = STREAM_COLUMNS * (int)sizeof(bf16) };
+
+template <int LEVELS>
+static __global__ void __launch_bounds__(STREAM_THREADS, LEVELS > 3 ? 1 : 2)
+    sum_stream(tensor y, tensor ids, worklist w, const bf16 *term, const __grid_constant__ sum_order o, sums_away away)
+{
+    extern __shared__ __align__(1024) uint8_t room[];
+    stream_open<SUM_SLOT>(room);
+    after_previous();
+    let_next();
+    int hidden = (int)y.cols, pieces = stream_pieces(hidden), columns = stream_columns(hidden), edges = (int)ids.cols;
+    int items = (int)used_rows(ids) * pieces, lane = (int)threadIdx.x % WARP;
+    auto find = [&](int item, int j, uint32_t group) {
+        int token = item / pieces, col = item % pieces * columns;
+        bool there = item < items;
+        int id = there && j < edges ? row_of<int32_t>(ids, token)[j] - o.first : -1;
+        bool mine = id >= 0 && id < o.count;
+        int place = there && j < edges ? w.place_of[(int64_t)token * edges + j] : 0;
+        int unit = mine ? o.unit_of[id] : o.unit_first;
+        uint32_t present = __ballot_sync(EVERY_LANE, mine) & group, earlier = present & ((1u << lane) - 1);
+        uint32_t later = present & ~earlier & ~(1u << lane);
+        int before = __shfl_sync(EVERY_LANE, id, earlier ? 31 - __clz((int)earlier) : lane);
+        int beyond = __shfl_sync(EVERY_LANE, unit, later ? __ffs((int)later) - 1 : lane);
+        stream_term t = {NULL, NULL, -2, 0, true, false};
+        bool zero = there && j == 0 && !present && o.units == 1 && !away.pieces; /* as sum_kernel has it */
+        if (!mine && !zero)
+            return t;
+        t.cols = hidden - col < columns ? hidden - col : columns;
+        if (mine)
+            t.from = (const char *)(term + (int64_t)place * hidden + col);
+        if (mine && earlier && o.unit_of[before] == unit) {
+            int a = (before + o.first) / o.per_shard, b = (id + o.first) / o.per_shard;
+            t.way = a == b ? -1 : depth_of(a, b, o.shards);
+        }
+        if (later && beyond == unit)
+            return t;
+        int64_t at_row = (int64_t)token * o.units + unit - o.unit_first;
+        if (!away.pieces) {
+            t.to = (char *)(row_of<float>(y, at_row) + col);
+            return t;
+        }
+        sum_rows rows = piece_of(away, token);
+        at_row = (int64_t)rows.row * o.units + unit - o.unit_first;
+        t.half_out = rows.half;
+        t.to = rows.data + (at_row * hidden + col) * (rows.half ? 2 : 4);
+        return t;
+    };
+    stream_sums<LEVELS, SUM_SLOT>(room, items, edges, find, [] { return true; });
+}
+
 template <int LEVELS>
 static status launch_sum(cuda *c, const tensor *y, const tensor *ids, const worklist &w, const bf16 *term,
                          const sum_order &o, const sums_away *away)
@@ -417,6 +469,9 @@ static status launch_sum(cuda *c, const tensor *y, const tensor *ids, const work
     int64_t slice = SUM_SLICE * WARP * v, items = ids->rows * ((y->cols + slice - 1) / slice);
     unsigned grid = cuda_grid(c, (items + SUM_THREADS / WARP - 1) / (SUM_THREADS / WARP), 16);
     sums_away nowhere = {};
+    if (v > 1 && ids->rows >= SUM_MANY && stream_fits(c, (int)ids->cols))
+        return stream_launch(c, "sums of experts", sum_stream<LEVELS>, ids->rows * stream_pieces((int)y->cols),
+                             (int)ids->cols, INT_MAX, *y, *ids, w, term, o, away ? *away : nowhere);
     auto kernel = v == 1 ? (away ? sum_kernel<LEVELS, 1, true> : sum_kernel<LEVELS, 1, false>)
                          : (away ? sum_kernel<LEVELS, 4, true> : sum_kernel<LEVELS, 8, false>);
     return launch(c, "sums of experts", kernel, grid, SUM_THREADS, 0, *y, *ids, w, term, o, away ? *away : nowhere);

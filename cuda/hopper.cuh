@@ -139,6 +139,14 @@ static __device__ __forceinline__ void copy_box2(uint32_t to, const CUtensorMap 
         : "memory");
 }
 
+/* Bytes that lie together, the same way; a multiple of 16, and so both addresses. */
+static __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 /* Asks for the same box into the L2 cache. */
 static __device__ __forceinline__ void prefetch_box2(const CUtensorMap *map, int c0, int c1)
 {
@@ -154,15 +162,22 @@ static __device__ __forceinline__ void bring_box2(const CUtensorMap *map, uint32
                  : "memory");
 }
 
+/* Bytes that lie together, the same way; to any memory that this GPU reaches. */
+static __device__ __forceinline__ void bring_bytes(void *to, uint32_t from, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void brought_commit()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Until shared memory that this thread had brought out has been read. */
-static __device__ __forceinline__ void brought_wait_read()
+/* Until shared memory that this thread had brought out has been read, but for its newest LEFT commits. */
+template <int LEFT = 0> static __device__ __forceinline__ void brought_wait_read()
 {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
 
 /* Until what this thread had brought out is in memory. */
@@ -205,6 +220,12 @@ static __device__ __forceinline__ void copies_arrive(uint32_t barrier)
 static __device__ __forceinline__ void fence_written()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* What this thread has seen to be in memory, the copy engine now reads so too. */
+static __device__ __forceinline__ void fence_seen()
+{
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 /* ---- registers of a warpgroup's role */

@@ -73,6 +73,25 @@ template <int LEVELS, int V> struct running_sum {
     }
 };
 
+/* Numbers of 16 bytes: four, or eight of BF16. */
+static __device__ __forceinline__ void four_of(float *x, uint4 v)
+{
+    x[0] = __uint_as_float(v.x);
+    x[1] = __uint_as_float(v.y);
+    x[2] = __uint_as_float(v.z);
+    x[3] = __uint_as_float(v.w);
+}
+
+static __device__ __forceinline__ void eight_of(float *x, uint4 v)
+{
+    const uint32_t two[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        x[2 * k] = __uint_as_float(two[k] << 16);
+        x[2 * k + 1] = __uint_as_float(two[k] & 0xffff0000u);
+    }
+}
+
 template <int V> static __device__ __forceinline__ void store_floats(float *to, const float (&v)[V])
 {
 #pragma unroll

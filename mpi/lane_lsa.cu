@@ -32,8 +32,7 @@
  */
 #include "mpi/lane_lsa.h"
 
-#include "cuda/hopper.cuh"
-#include "cuda/tree.cuh"
+#include "cuda/stream.cuh"
 
 enum {
     PUSH_WARPS = 16, PUSH_THREADS = PUSH_WARPS * WARP,
@@ -332,11 +331,42 @@ template <bool HALF> static __device__ __forceinline__ int column(int lane, int 
     return HALF ? lane * V + four * 4 : four * (PART / 2) + lane * 4;
 }
 
-/* A warp takes `parts` parts of a row. Lane j knows edge j: whether it opens a unit, where the unit's sum lies, and how
- * it joins the one before. Rows of BF16 have bit 0 of their address set. */
+/* An edge of a row, in a lane of its own: the lanes of a row are neighbours. Where the sum of its unit lies, if it opens
+ * one, and how that joins the one before: -2, there is none; -1, in the same shard; else at this level. Rows of BF16
+ * have bit 0 of their address set. */
+typedef struct fold_edge {
+    const char *from;
+    int way;
+    bool opens, opens_rank;
+} fold_edge;
+
+/* Of edge j; all lanes call. It reads nothing that other ranks write. */
+template <bool HALF>
+static __device__ __forceinline__ fold_edge find_edge(const lsa &m, const tensor &ids, int64_t row, int j, bool there)
+{
+    int32_t id = there && j < m.top_k ? row_of<int32_t>(ids, row)[j] : -1;
+    lsa_home h = {-1, -1, 0, -1};
+    fold_edge e = {NULL, -2, false, false};
+    if (id >= 0) {
+        h = m.home[id];
+        int64_t place = row * h.units + h.unit;
+        e.from = m.window[m.rank] + m.sums + (size_t)h.rank * m.pitch;
+        e.from += place * m.hidden * (int64_t)sizeof(float) / (HALF && h.rank != m.rank ? 2 : 1);
+        e.from += HALF && h.rank != m.rank;
+    }
+    int rank = __shfl_up_sync(EVERY_LANE, h.rank, 1), unit = __shfl_up_sync(EVERY_LANE, h.unit, 1);
+    int shard = __shfl_up_sync(EVERY_LANE, h.shard, 1);
+    e.opens_rank = id >= 0 && (j == 0 || h.rank != rank);
+    e.opens = e.opens_rank || (id >= 0 && h.unit != unit);
+    if (e.opens && j > 0)
+        e.way = h.shard == shard ? -1 : depth_of(shard, h.shard, m.shards);
+    return e;
+}
+
+/* A warp takes a part of a row, and knows where its first one's sums lie when they come. */
 template <int LEVELS, bool HALF>
 static __global__ void __launch_bounds__(FOLD_THREADS, LEVELS > 3 ? 1 : 2)
-    fold_kernel(const __grid_constant__ lsa m, tensor y, tensor ids, int parts)
+    fold_kernel(const __grid_constant__ lsa m, tensor y, tensor ids)
 {
     __shared__ int32_t merged[2];
     int me = (int)threadIdx.x, lane = me % WARP, warp = me / WARP;
@@ -345,110 +375,128 @@ static __global__ void __launch_bounds__(FOLD_THREADS, LEVELS > 3 ? 1 : 2)
     uint32_t epoch = *m.epoch;
     if (me < 2)
         merged[me] = 0;
-    if (me < m.size && blockIdx.x == 0)
+    if (blockIdx.x == 0 && me < m.size) /* before all else: others wait for it */
         tell_behind(ready_at(m, me, m.rank), epoch, 0);
+    int parts = (m.hidden + PART - 1) / PART, rows = 0, sums = 0;
+    int64_t items = used_rows(ids) * parts, warps = (int64_t)gridDim.x * FOLD_WARPS;
+    int64_t item = (int64_t)blockIdx.x * FOLD_WARPS + warp;
+    fold_edge e = find_edge<HALF>(m, ids, item / parts, lane, item < items);
     if (me < m.size)
         hear(m, ready_at(m, m.rank, me), epoch, LSA_NO_SUMS, me, &fine);
     if (__syncthreads_or(!fine))
         return;
-    int slices = (m.hidden + parts * PART - 1) / (parts * PART), rows = 0, sums = 0;
-    int64_t items = used_rows(ids) * slices, warps = (int64_t)gridDim.x * FOLD_WARPS;
-    for (int64_t item = (int64_t)blockIdx.x * FOLD_WARPS + warp; item < items; item += warps) {
-        int64_t row = item / slices;
-        int first = (int)(item % slices) * parts * PART;
-        int32_t id = lane < m.top_k ? row_of<int32_t>(ids, row)[lane] : -1;
-        lsa_home h = {-1, -1, 0, -1};
-        const char *from = NULL;
-        if (id >= 0) {
-            h = m.home[id];
-            int64_t place = row * h.units + h.unit;
-            from = m.window[m.rank] + m.sums + (size_t)h.rank * m.pitch;
-            from += place * m.hidden * (int64_t)sizeof(float) / (HALF && h.rank != m.rank ? 2 : 1);
-            from += HALF && h.rank != m.rank;
-        }
-        int rank = __shfl_up_sync(EVERY_LANE, h.rank, 1), unit = __shfl_up_sync(EVERY_LANE, h.unit, 1);
-        int shard = __shfl_up_sync(EVERY_LANE, h.shard, 1);
-        bool opens_rank = id >= 0 && (lane == 0 || h.rank != rank), opens = opens_rank || (id >= 0 && h.unit != unit);
-        int way = opens && lane > 0 && h.shard != shard ? depth_of(shard, h.shard, m.shards) : -1;
-        uint32_t all = __ballot_sync(EVERY_LANE, opens);
-        if (first == 0) {
-            rows += __popc(__ballot_sync(EVERY_LANE, opens_rank));
-            sums += __popc(all);
-        }
-        for (int part = first; part < first + parts * PART && part < m.hidden; part += PART) {
-            running_sum<LEVELS, V> s;
-            const float zero[V] = {};
-            bool empty = true;
-            s.begin(zero);
-            for (uint32_t left = all; left;) {
-                float term[TERMS][V];
-                int how[TERMS];
+    while (item < items) {
+        int64_t row = item / parts;
+        int part = (int)(item % parts) * PART;
+        uint32_t all = __ballot_sync(EVERY_LANE, e.opens), ranks = __ballot_sync(EVERY_LANE, e.opens_rank);
+        rows += part == 0 ? __popc(ranks) : 0;
+        sums += part == 0 ? __popc(all) : 0;
+        running_sum<LEVELS, V> s;
+        const float zero[V] = {};
+        s.begin(zero);
+        for (uint32_t left = all; left;) {
+            float term[TERMS][V];
+            int how[TERMS];
 #pragma unroll
-                for (int t = 0; t < TERMS; t++) {
-                    how[t] = -2;
-                    if (!left)
-                        continue;
-                    int j = __ffs((int)left) - 1;
-                    const char *p = (const char *)__shfl_sync(EVERY_LANE, (unsigned long long)from, j);
-                    how[t] = __shfl_sync(EVERY_LANE, way, j);
-                    left &= left - 1;
-                    if (HALF && ((uintptr_t)p & 1)) {
-                        int col = part + column<HALF>(lane, 0);
-                        if (col < m.hidden) {
-                            uint4 v = fetch(p - 1 + (size_t)col * sizeof(bf16));
-                            const uint32_t two[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                            for (int k = 0; k < 4; k++) {
-                                term[t][2 * k] = __uint_as_float(two[k] << 16);
-                                term[t][2 * k + 1] = __uint_as_float(two[k] & 0xffff0000u);
-                            }
-                        }
-                        continue;
-                    }
-#pragma unroll
-                    for (int four = 0; four < 2; four++) {
-                        int col = part + column<HALF>(lane, four);
-                        if (col < m.hidden) {
-                            uint4 v = fetch(p + (size_t)col * sizeof(float));
-                            term[t][4 * four] = __uint_as_float(v.x);
-                            term[t][4 * four + 1] = __uint_as_float(v.y);
-                            term[t][4 * four + 2] = __uint_as_float(v.z);
-                            term[t][4 * four + 3] = __uint_as_float(v.w);
-                        }
-                    }
+            for (int t = 0; t < TERMS; t++) {
+                how[t] = -3;
+                if (!left)
+                    continue;
+                int j = __ffs((int)left) - 1;
+                const char *p = (const char *)__shfl_sync(EVERY_LANE, (unsigned long long)e.from, j);
+                how[t] = __shfl_sync(EVERY_LANE, e.way, j);
+                left &= left - 1;
+                if (HALF && ((uintptr_t)p & 1)) {
+                    int col = part + column<HALF>(lane, 0);
+                    if (col < m.hidden)
+                        eight_of(term[t], fetch(p - 1 + (size_t)col * sizeof(bf16)));
+                    continue;
                 }
 #pragma unroll
-                for (int t = 0; t < TERMS; t++) {
-                    if (how[t] == -2)
-                        continue;
-                    if (empty)
-                        s.begin(term[t]);
-                    else if (how[t] == -1)
-                        s.add(term[t]);
-                    else
-                        s.turn(term[t], how[t]);
-                    empty = false;
+                for (int four = 0; four < 2; four++) {
+                    int col = part + column<HALF>(lane, four);
+                    if (col < m.hidden)
+                        four_of(&term[t][4 * four], fetch(p + (size_t)col * sizeof(float)));
                 }
             }
-            s.join(-1);
 #pragma unroll
-            for (int four = 0; four < 2; four++) {
-                int col = part + column<HALF>(lane, four);
-                if (col < m.hidden)
-                    *(float4 *)(row_of<float>(y, row) + col) =
-                        make_float4(s.newest[4 * four], s.newest[4 * four + 1], s.newest[4 * four + 2],
-                                    s.newest[4 * four + 3]);
+            for (int t = 0; t < TERMS; t++) {
+                if (how[t] == -3)
+                    continue;
+                if (how[t] == -2)
+                    s.begin(term[t]);
+                else if (how[t] == -1)
+                    s.add(term[t]);
+                else
+                    s.turn(term[t], how[t]);
             }
         }
+        s.join(-1);
+#pragma unroll
+        for (int four = 0; four < 2; four++) {
+            int col = part + column<HALF>(lane, four);
+            if (col < m.hidden)
+                *(float4 *)(row_of<float>(y, row) + col) = make_float4(
+                    s.newest[4 * four], s.newest[4 * four + 1], s.newest[4 * four + 2], s.newest[4 * four + 3]);
+        }
+        item += warps;
+        e = find_edge<HALF>(m, ids, item / parts, lane, item < items);
     }
     if (lane == 0 && rows + sums > 0) {
         atomicAdd(&merged[0], rows);
         atomicAdd(&merged[1], sums);
     }
     __syncthreads();
-    if (me < 2 && merged[me] > 0)
-        atomicAdd((unsigned long long *)&m.count[me == 0 ? LSA_MERGED : LSA_SUMS_RECEIVED],
-                  (unsigned long long)merged[me]);
+    if (me < 2)
+        count_up(m, me == 0 ? LSA_MERGED : LSA_SUMS_RECEIVED, merged[me]);
+}
+
+/* Many rows: the same by stream.cuh, a piece of a row an item. */
+enum { FOLD_MANY = 1024, FOLD_SLOT = STREAM_COLUMNS * (int)sizeof(float) };
+
+template <int LEVELS, bool HALF>
+static __global__ void __launch_bounds__(STREAM_THREADS, LEVELS > 3 ? 1 : 2)
+    fold_stream(const __grid_constant__ lsa m, tensor y, tensor ids)
+{
+    extern __shared__ __align__(1024) uint8_t room[];
+    stream_open<FOLD_SLOT>(room);
+    after_previous();
+    int pieces = stream_pieces(m.hidden), columns = stream_columns(m.hidden), rows = 0, sums = 0;
+    int lane = (int)threadIdx.x % WARP, items = (int)used_rows(ids) * pieces;
+    auto find = [&](int item, int j, uint32_t group) {
+        int row = item / pieces, col = item % pieces * columns;
+        bool there = item < items;
+        fold_edge e = find_edge<HALF>(m, ids, row, j, there);
+        uint32_t all = __ballot_sync(EVERY_LANE, e.opens), ranks = __ballot_sync(EVERY_LANE, e.opens_rank && col == 0);
+        uint32_t units = __ballot_sync(EVERY_LANE, e.opens && col == 0);
+        stream_term t = {NULL, NULL, e.way, 0, false, false};
+        rows += __popc(ranks);
+        sums += __popc(units);
+        if (e.opens) {
+            t.half = HALF && ((uintptr_t)e.from & 1);
+            t.from = t.half ? e.from - 1 + (size_t)col * sizeof(bf16) : e.from + (size_t)col * sizeof(float);
+        }
+        if (e.opens || (there && j == 0 && !(all & group))) /* without an edge: zero */
+            t.cols = m.hidden - col < columns ? m.hidden - col : columns;
+        if (t.cols > 0 && !(all & group & ~((2u << lane) - 1)))
+            t.to = (char *)(row_of<float>(y, row) + col);
+        return t;
+    };
+    auto begin = [&] {
+        bool fine = true;
+        uint32_t epoch = *m.epoch;
+        for (int r = lane; r < m.size && blockIdx.x == 0; r += WARP)
+            tell_behind(ready_at(m, r, m.rank), epoch, 0);
+        for (int r = lane; r < m.size; r += WARP)
+            hear(m, ready_at(m, m.rank, r), epoch, LSA_NO_SUMS, r, &fine);
+        fence_seen();
+        return __all_sync(EVERY_LANE, fine) != 0;
+    };
+    stream_sums<LEVELS, FOLD_SLOT>(room, items, m.top_k, find, begin);
+    if (lane == 0) {
+        count_up(m, LSA_MERGED, rows);
+        count_up(m, LSA_SUMS_RECEIVED, sums);
+    }
 }
 
 /* ---- launchers */
@@ -463,12 +511,13 @@ extern "C" status lsa_launch_dispatch(cuda *c, const lsa *m, const tensor *x, co
 template <int LEVELS>
 static status launch_fold(cuda *c, const lsa *m, const tensor *y, const tensor *ids, int fold_blocks)
 {
-    int parts = ids->rows > PUSH_THREADS ? 4 : 1; /* many rows: fewer looks at each row's edges */
-    int64_t slices = (m->hidden + parts * PART - 1) / (parts * PART);
-    int64_t blocks = (ids->rows * slices + FOLD_WARPS - 1) / FOLD_WARPS;
+    int64_t parts = (m->hidden + PART - 1) / PART, blocks = (ids->rows * parts + FOLD_WARPS - 1) / FOLD_WARPS;
     dim3 grid((unsigned)(blocks < 1 ? 1 : blocks < fold_blocks ? blocks : fold_blocks)), block(FOLD_THREADS);
+    if (ids->rows >= FOLD_MANY && stream_fits(c, m->top_k))
+        return stream_launch(c, "combine", m->half ? fold_stream<LEVELS, true> : fold_stream<LEVELS, false>,
+                             ids->rows * stream_pieces(m->hidden), m->top_k, fold_blocks, *m, *y, *ids);
     return launch(c, "combine", m->half ? fold_kernel<LEVELS, true> : fold_kernel<LEVELS, false>, grid, block, 0, *m,
-                  *y, *ids, parts);
+                  *y, *ids);
 }
 
 extern "C" status lsa_launch_combine(cuda *c, const lsa *m, const tensor *y, const tensor *ids, int fold_blocks)

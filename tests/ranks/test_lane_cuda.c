@@ -481,11 +481,15 @@ static void test_round_trips(void **state)
 static void test_hidden_sizes(void **state)
 {
     (void)state;
-    static const int hidden[] = {8, 264, 2304};
-    for (int i = 0; i < 3; i++) {
-        fleet f = {.hidden = hidden[i], .inner = 16};
+    static const struct {
+        int hidden;
+        int64_t max_rows;
+        dtype combine;
+    } size[] = {{8, 70, F32}, {264, 700, F32}, {2304, 70, BF16}, {2056, 1100, BF16}, {2312, 1100, F32}};
+    for (int i = 0; i < 5; i++) {
+        fleet f = {.hidden = size[i].hidden, .inner = 16};
         seed = 99u + (uint32_t)i;
-        open_fleet(&f, job->size > 1 ? 0 : 2, 12, 1, 3, i == 1 ? 700 : 70, i == 2 ? BF16 : F32, &FEW, 10);
+        open_fleet(&f, job->size > 1 ? 0 : 2, 12, 1, 3, size[i].max_rows, size[i].combine, &FEW, 10);
         rounds(&f, 6, false);
         close_fleet(&f);
     }

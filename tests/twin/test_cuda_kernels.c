@@ -198,8 +198,8 @@ typedef struct layer {
     int experts, groups, top_k, hidden, inner, most_rows;
 } layer;
 
-static const layer layers[] = {{16, 4, 4, 64, 32, 70},    {20, 10, 3, 50, 37, 70},   {32, 4, 4, 256, 64, 600},
-                               {24, 8, 6, 320, 192, 600}, {256, 8, 8, 128, 64, 600}, {8, 1, 8, 2048, 512, 33}};
+static const layer layers[] = {{16, 4, 4, 64, 32, 70},    {20, 10, 3, 50, 37, 70},   {32, 4, 4, 256, 64, 1100},
+                               {24, 8, 6, 320, 192, 1100}, {256, 8, 8, 128, 64, 1100}, {8, 1, 8, 2048, 512, 33}};
 enum { LAYERS = sizeof layers / sizeof *layers, KINDS = 4 };
 
 /* Ascending ids, -1 behind the last. kind 0: top_k of all; 1: all tokens on one expert; 2: any number, none among them;
@@ -331,7 +331,7 @@ static void experts_case(const layer *l, int rows, int kind)
 static void test_experts(void **state)
 {
     (void)state;
-    static const int row_counts[] = {0, 1, 3, 33, 70, 600};
+    static const int row_counts[] = {0, 1, 3, 33, 70, 1100};
     for (int n = 0; n < LAYERS; n++)
         for (int k = 0; k < 6 && row_counts[k] <= layers[n].most_rows; k++)
             for (int kind = 0; kind < (layers[n].hidden < 2048 ? KINDS : 1); kind++) /* the host is slow to fill it */

@@ -8,8 +8,11 @@
  * within a chunk one accumulator runs from its start, 16 by 16, the smallest piece first, and the chunks' sums are
  * added in order. Two kernels do that alike, so that a row's bits never depend on how many rows there are:
  *   few    a block a chunk of 64 experts by up to 128 tokens; the blocks of a cluster add their chunks up
- *   many   a block goes through all chunks of 128 experts by 128 tokens
- * Where the worst case allows both, both are launched, and the rows used decide which of them works. */
+ *   many   by the rows in use, so that most multiprocessors have one tile:
+ *          a pair of blocks half of the chunks each of 64 experts by 64 tokens,
+ *          or a block all chunks of them; in both its two warpgroups take chunks in turn;
+ *          or a block goes through all chunks of 128 experts by 64 or 128 tokens, a warpgroup 64 of the experts
+ * The worst case decides which of them is launched. */
 #include "cuda/device.cuh"
 #include "cuda/hopper.cuh"
 #include "cuda/maps.h"
@@ -19,12 +22,16 @@ enum {
     EXPERTS = 64,             /* of a warpgroup */
     TOKENS = 128,             /* most of a tile */
     BOX = EXPERTS * TILE_ROW, /* bytes of 64 experts by 32 fp32 */
-    FEW_ROWS = 3072,          /* up to so many rows are few */
+    FEW_ROWS = 640,           /* up to so many possible rows are few */
     FEW_THREADS = 128 + WARP, /* a warpgroup multiplies, a warp feeds */
     MANY_THREADS = 3 * 128,   /* the third warpgroup feeds */
     STAGES = 4,               /* most */
     FEW_RING = 96 * 1024,     /* two blocks an SM */
+    SUMS = TOKENS / 2 * EXPERTS * 4, /* bytes of the sums of 64 tokens by 64 experts */
+    PART_STAGE = 2 * BOX + TOKENS / 2 * TILE_ROW,
+    PART_RING = STAGES * PART_STAGE, /* a warpgroup's own */
     MANY_RING = STAGES * (4 * BOX + TOKENS * TILE_ROW),
+    MANY_SHARED = 2 * SUMS + 2 * PART_RING > MANY_RING ? 2 * SUMS + 2 * PART_RING : MANY_RING,
     SUMS_ROW = EXPERTS + 4 /* floats of a token in the room where the cluster adds up */
 };
 
@@ -32,7 +39,6 @@ typedef struct router {
     tensor y, x;
     int experts, steps; /* steps of TILE_K of the inner dimension */
     int tokens;         /* of a tile */
-    int from, to;       /* this kernel works on from <= n < to rows */
 } router;
 
 static __device__ __forceinline__ int chunk_steps(const router &r)
@@ -58,18 +64,38 @@ static __device__ void ring_open(const ring &g, uint32_t readers)
     barrier_init_done();
 }
 
-/* One thread fills the stages of steps [from, to). */
-static __device__ void feed(const ring &g, ring_place &p, const CUtensorMap *weights, const CUtensorMap *tokens,
-                            int sides, int expert, int token, int from, int to)
+/* Warps fill stages in turn: this is one of `ways`. */
+typedef struct feeder {
+    ring_place p;
+    int turn, ways; /* steps to its next one */
+} feeder;
+
+/* Fills stages of steps [from, to): the experts of SIDES warpgroups, BOXES boxes of tokens; where there are two they
+ * have TOKENS / 2 each. One thread asks, all lanes go the same way, so that what the copy engine is told lies in
+ * uniform registers. */
+template <int SIDES, int BOXES>
+static __device__ void feed(const ring &g, feeder &f, const CUtensorMap *weights, const CUtensorMap *tokens, int expert,
+                            int token, int from, int to)
 {
+#pragma unroll 1
     for (int k = from; k < to; k++) {
-        uint32_t at = g.at + (uint32_t)(p.stage * g.stage_bytes), full = g.full + 8 * (uint32_t)p.stage;
-        barrier_wait(g.empty + 8 * (uint32_t)p.stage, p.parity);
-        barrier_expect(full, (uint32_t)g.stage_bytes);
-        for (int b = 0; b < 2 * sides; b++) /* 32 fp32 are 64 elements of BF16 to the copy engine */
-            copy_box2(at + (uint32_t)(b * BOX), weights, full, (2 * k + b % 2) * TILE_K, expert + b / 2 * EXPERTS);
-        copy_box2(at + (uint32_t)g.token_at, tokens, full, k * TILE_K, token);
-        ring_next(p, g.stages);
+        if (f.turn-- == 0) {
+            f.turn = f.ways - 1;
+            uint32_t at = g.at + (uint32_t)(f.p.stage * g.stage_bytes), full = g.full + 8 * (uint32_t)f.p.stage;
+            barrier_wait(g.empty + 8 * (uint32_t)f.p.stage, f.p.parity);
+            if (threadIdx.x % WARP == 0) {
+                barrier_expect(full, (uint32_t)g.stage_bytes);
+#pragma unroll
+                for (int b = 0; b < 2 * SIDES; b++) /* 32 fp32 are 64 elements of BF16 to the copy engine */
+                    copy_box2(at + (uint32_t)(b * BOX), weights, full, (2 * k + b % 2) * TILE_K,
+                              expert + b / 2 * EXPERTS);
+#pragma unroll
+                for (int b = 0; b < BOXES; b++)
+                    copy_box2(at + (uint32_t)(g.token_at + b * (TOKENS / 2 * TILE_ROW)), tokens, full, k * TILE_K,
+                              token + b * (TOKENS / 2));
+            }
+        }
+        ring_next(f.p, g.stages);
     }
 }
 
@@ -95,14 +121,18 @@ static __device__ __forceinline__ int expert_of_row(int lane)
     return 2 * (g % 4) + g / 4;
 }
 
-/* The pieces, low to high, of this thread's part of 64 experts by 16 of the inner dimension. w: its first row in the
- * box, at its place in the first 8 fp32; chunk: of 16 bytes, where the 16 begin. */
-static __device__ __forceinline__ void take(uint32_t (&piece)[3][4], uint32_t w, uint32_t chunk)
+/* This thread's part of 64 experts by 16 of the inner dimension. w: its first row in the box, at its place in the first
+ * 8 fp32; chunk: of 16 bytes, where the 16 begin. */
+static __device__ __forceinline__ void take(float2 (&v)[4], uint32_t w, uint32_t chunk)
 {
-    float2 v[4];
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++)
         v[i] = shared_load8((w ^ (chunk + i / 2 * 2) << 4) + i % 2 * ATOM);
+}
+
+/* The pieces of it, low to high. */
+static __device__ __forceinline__ void split_all(uint32_t (&piece)[3][4], const float2 (&v)[4])
+{
 #pragma unroll
     for (int i = 0; i < 4; i++)
         split(v[i], piece[2][i], piece[1][i], piece[0][i]);
@@ -133,9 +163,13 @@ static __device__ __forceinline__ void multiply(float (&acc)[COUNT], const ring 
         uint32_t at = g.at + (uint32_t)(p.stage * g.stage_bytes);
         uint64_t x = operand(at + (uint32_t)g.token_at);
         barrier_wait(g.full + 8 * (uint32_t)p.stage, p.parity);
+        float2 v[4];
+        take(v, at + mine, 0);
 #pragma unroll
         for (int i = 0; i < TILE_K / 16; i++) {
-            take(piece[i % 2], at + mine + (uint32_t)(i / 2 * BOX), (uint32_t)(i % 2 * 4));
+            split_all(piece[i % 2], v);
+            if (i + 1 < TILE_K / 16) /* under way before the products */
+                take(v, at + mine + (uint32_t)((i + 1) / 2 * BOX), (uint32_t)((i + 1) % 2 * 4));
             products_begin();
             product_held<N>::run(acc, piece[i % 2][0], x + 2 * i, i > 0 ? 1 : k);
             product_held<N>::run(acc, piece[i % 2][1], x + 2 * i, 1);
@@ -194,13 +228,13 @@ static __global__ void __launch_bounds__(FEW_THREADS, 2)
     after_previous();
     let_next();
     int n = (int)used_rows(r.x);
-    if (n < r.from || n >= r.to || first >= n)
+    if (first >= n)
         return;
     int rows = n - first < r.tokens ? n - first : r.tokens;
-    if (threadIdx.x == 128) {
-        ring_place p = {0, 1};
-        feed(g, p, &weights, &tokens, 1, out, first, from, to);
-    } else if (threadIdx.x < 128 && from < to) {
+    if (threadIdx.x >= 128) {
+        feeder f = {{0, 1}, 0, 1};
+        feed<1, 1>(g, f, &weights, &tokens, out, first, from, to);
+    } else if (from < to) {
         float *sums = (float *)room;
         if (rows <= 16)
             few_chunk<16>(sums, g, to - from);
@@ -244,49 +278,169 @@ static __global__ void __launch_bounds__(FEW_THREADS, 2)
 
 /* ---- many */
 
+static __device__ __forceinline__ int chunk_length(const router &r, int chunk)
+{
+    int per = chunk_steps(r), left = r.steps - chunk * per;
+    return left < per ? left > 0 ? left : 0 : per;
+}
+
+/* Four of a thread's sums, of 64 experts from `expert` on by the eight tokens from `token` on. */
+static __device__ __forceinline__ void write_sums(const router &r, int n, int expert, int token, float4 sum)
+{
+    const float all[4] = {sum.x, sum.y, sum.z, sum.w};
+    const int lane = (int)threadIdx.x % WARP;
+    expert += (int)threadIdx.x % 128 / WARP * 16 + expert_of_row(lane);
+    token += lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (token + i % 2 < n && expert + i / 2 * 8 < r.experts)
+            row_of<float>(r.y, token + i % 2)[expert + i / 2 * 8] = all[i];
+}
+
+/* 64 experts by 64 tokens by this warpgroup and its neighbour. Of the chunks that are this block's each takes every
+ * second one, from a ring of its own. The first block's sums go from one to the other and grow; the second block, which
+ * cannot know those before its own, keeps each chunk's until the first has done its part: then they add up, each for
+ * half of the tokens. */
+static __device__ void middle(const router &r, const ring &g, uint8_t *room, int side, int rank, int parts, int expert,
+                              int token, int n)
+{
+    enum { QUADS = TOKENS / 2 / 8, COUNT = 128 }; /* four numbers of a thread, threads */
+    const int count = CHUNKS / parts, me = (int)threadIdx.x % 128;
+    float4 *sums = (float4 *)room + me, *behind = (float4 *)(room + 2 * SUMS + side * PART_RING) + me;
+    float acc[TOKENS / 4];
+    ring_place p = {0, 0};
+    for (int i = side; i < count; i += 2) {
+        const int length = chunk_length(r, rank * count + i);
+        if (length > 0)
+            multiply<TOKENS / 2>(acc, g, p, length, 0);
+        if (rank > 0) {
+            if (i > 1)
+                meet(3 + side, 128); /* the ring has been read to its end */
+            float4 *to = i > 1 ? behind : sums + i * (SUMS / 16);
+#pragma unroll
+            for (int q = 0; q < QUADS; q++)
+                to[q * COUNT] = make_float4(acc[4 * q], acc[4 * q + 1], acc[4 * q + 2], acc[4 * q + 3]);
+            continue;
+        }
+        if (i > 0)
+            meet(1 + side, 256); /* the other has put its sums there */
+#pragma unroll
+        for (int q = 0; q < QUADS; q++) {
+            float4 v = make_float4(acc[4 * q], acc[4 * q + 1], acc[4 * q + 2], acc[4 * q + 3]);
+            if (i > 0) {
+                float4 sum = sums[q * COUNT];
+                if (length > 0)
+                    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+                v = sum;
+            }
+            if (i + 1 < CHUNKS)
+                sums[q * COUNT] = v;
+            else
+                write_sums(r, n, expert, token + 8 * q, v);
+        }
+        if (i + 1 < count)
+            asm volatile("bar.arrive %0, 256;" ::"r"(2 - side) : "memory");
+    }
+    if (parts == 1)
+        return;
+    cluster_meet(); /* those that feed have nothing left to do and leave */
+    const uint32_t first = shared_at(room) + (uint32_t)me * 16;
+    for (int i = side; i < QUADS / 2; i += 2) {
+        const int q = rank * (QUADS / 2) + i;
+        const uint32_t at = first + (uint32_t)(q * COUNT * 16);
+        const float4 v[4] = {cluster_load4(at, 1), cluster_load4(at + SUMS, 1), cluster_load4(at + 2 * SUMS, 1),
+                             cluster_load4(at + 2 * SUMS + PART_RING, 1)};
+        float4 sum = cluster_load4(at, 0);
+#pragma unroll
+        for (int c = 0; c < CHUNKS / 2; c++)
+            if (chunk_length(r, CHUNKS / 2 + c) > 0)
+                sum.x += v[c].x, sum.y += v[c].y, sum.z += v[c].z, sum.w += v[c].w;
+        write_sums(r, n, expert, token + 8 * q, sum);
+    }
+    cluster_meet(); /* no block leaves while the other reads its sums */
+}
+
+/* N tokens by the 64 experts of this warpgroup, tile by tile. */
+template <int N>
+static __device__ __forceinline__ void many_tiles(const router &r, const ring &g, int side, int tiles, int across,
+                                                  int n)
+{
+    ring_place p = {0, 0};
+    for (int t = (int)blockIdx.x; t < tiles; t += (int)gridDim.x) {
+        float sum[N / 2];
+        for (int c = 0; c < CHUNKS && chunk_length(r, c) > 0; c++) {
+            float acc[N / 2];
+            multiply<N>(acc, g, p, chunk_length(r, c), side);
+#pragma unroll
+            for (int i = 0; i < N / 2; i++)
+                sum[i] = c == 0 ? acc[i] : sum[i] + acc[i];
+        }
+#pragma unroll
+        for (int q = 0; q < N / 8; q++)
+            write_sums(r, n, (t % across * 2 + side) * EXPERTS, t / across * N + 8 * q,
+                       make_float4(sum[4 * q], sum[4 * q + 1], sum[4 * q + 2], sum[4 * q + 3]));
+    }
+}
+
 static __global__ void __launch_bounds__(MANY_THREADS, 1)
     many_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens, router r)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t room[];
-    __shared__ uint64_t barrier[2 * STAGES];
-    ring g = {.at = shared_at(room), .full = shared_at(barrier), .stages = STAGES, .token_at = 4 * BOX};
+    __shared__ uint64_t barrier[6 * STAGES];
+    const int side = __shfl_sync(EVERY_LANE, (int)threadIdx.x / 128, 0);
+    const int feeds = __shfl_sync(EVERY_LANE, (int)threadIdx.x % 128 / WARP, 0); /* a warp of the third warpgroup */
+    ring g = {.at = shared_at(room), .full = shared_at(barrier), .stages = STAGES, .token_at = 4 * BOX}, part = g;
     g.empty = g.full + 8 * STAGES;
-    g.stage_bytes = g.token_at + TOKENS * TILE_ROW;
+    part.stage_bytes = PART_STAGE;
+    part.token_at = 2 * BOX;
+    const int of = side < 2 ? side : feeds / 2; /* whose part */
+    part.at += (uint32_t)(2 * SUMS + of * PART_RING);
+    part.full += (uint32_t)(8 * STAGES * (2 + 2 * of));
+    part.empty = part.full + 8 * STAGES;
     if (threadIdx.x == 0)
         ring_open(g, 8);
+    if (threadIdx.x % 128 == WARP && side < 2)
+        ring_open(part, 4);
     __syncthreads();
     after_previous();
     let_next();
-    int n = (int)used_rows(r.x), across = (r.experts + 2 * EXPERTS - 1) / (2 * EXPERTS), per = chunk_steps(r);
-    int tiles = n < r.from || n >= r.to ? 0 : across * ((n + TOKENS - 1) / TOKENS), side = (int)threadIdx.x / 128;
-    ring_place p = {0, side == 2};
+    const int n = (int)used_rows(r.x), across = (r.experts + EXPERTS - 1) / EXPERTS, half = TOKENS / 2;
+    const int small = across * ((n + half - 1) / half), blocks = (int)gridDim.x;
+    if (small <= blocks) {
+        const int parts = 2 * small <= blocks ? 2 : 1, tile = (int)blockIdx.x / parts;
+        const int rank = (int)blockIdx.x % parts, expert = tile % across * EXPERTS, token = tile / across * half;
+        if (tile >= small)
+            return;
+        if (side < 2) {
+            middle(r, part, room, side, rank, parts, expert, token, n);
+        } else {
+            feeder f = {{0, 1}, feeds % 2, 2};
+            for (int c = rank * (CHUNKS / parts) + of; c < (rank + 1) * (CHUNKS / parts); c += 2)
+                feed<1, 1>(part, f, &weights, &tokens, expert, token, c * chunk_steps(r),
+                           c * chunk_steps(r) + chunk_length(r, c));
+        }
+        return;
+    }
+    const int wide = (r.experts + 2 * EXPERTS - 1) / (2 * EXPERTS);
+    const int boxes = wide * ((n + half - 1) / half) <= blocks ? 1 : 2;
+    const int tiles = wide * ((n + half * boxes - 1) / (half * boxes));
+    g.stage_bytes = g.token_at + boxes * half * TILE_ROW;
     if (side == 2) {
         registers_fewer<40>();
-        if (threadIdx.x == 256)
-            for (int t = (int)blockIdx.x; t < tiles; t += (int)gridDim.x)
-                feed(g, p, &weights, &tokens, 2, t % across * 2 * EXPERTS, t / across * TOKENS, 0, r.steps);
+        feeder f = {{0, 1}, feeds, 4};
+        for (int t = (int)blockIdx.x; t < tiles; t += blocks)
+            if (boxes == 1)
+                feed<2, 1>(g, f, &weights, &tokens, t % wide * 2 * EXPERTS, t / wide * half, 0, r.steps);
+            else
+                feed<2, 2>(g, f, &weights, &tokens, t % wide * 2 * EXPERTS, t / wide * TOKENS, 0, r.steps);
         return;
     }
     registers_more<232>();
-    int lane = (int)threadIdx.x % WARP, row = (int)threadIdx.x / WARP * 16 + expert_of_row(lane);
-    for (int t = (int)blockIdx.x; t < tiles; t += (int)gridDim.x) {
-        int expert = t % across * 2 * EXPERTS + row, first = t / across * TOKENS + lane % 4 * 2;
-        float sum[TOKENS / 2];
-        for (int k = 0; k < r.steps; k += per) {
-            float acc[TOKENS / 2];
-            multiply<TOKENS>(acc, g, p, r.steps - k < per ? r.steps - k : per, side);
-#pragma unroll
-            for (int i = 0; i < TOKENS / 2; i++)
-                sum[i] = k == 0 ? acc[i] : sum[i] + acc[i];
-        }
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; i++) {
-            int token = first + i / 4 * 8 + i % 2, e = expert + i % 4 / 2 * 8;
-            if (token < n && e < r.experts)
-                row_of<float>(r.y, token)[e] = sum[i];
-        }
-    }
+    if (boxes == 1)
+        many_tiles<TOKENS / 2>(r, g, side, tiles, wide, n);
+    else
+        many_tiles<TOKENS>(r, g, side, tiles, wide, n);
 #else
     (void)weights, (void)tokens, (void)r;
     __trap();
@@ -305,14 +459,15 @@ static status launch_few(cuda *c, const CUtensorMap &weights, const CUtensorMap 
                            CHUNKS, weights, tokens, r);
 }
 
+/* Pairs of blocks, a tile or more each. */
 static status launch_many(cuda *c, const CUtensorMap &weights, const CUtensorMap &tokens, const router &r)
 {
-    int64_t tiles = (r.experts + 2 * EXPERTS - 1) / (2 * EXPERTS) * ((r.x.rows + TOKENS - 1) / TOKENS);
-    cudaError_t e = cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MANY_RING);
+    int64_t half = TOKENS / 2, tiles = (r.experts + EXPERTS - 1) / EXPERTS * ((r.x.rows + half - 1) / half);
+    cudaError_t e = cudaFuncSetAttribute(many_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MANY_SHARED);
     if (e != cudaSuccess)
         return cuda_check(e, "router product", __FILE__, __LINE__);
-    return launch(c, "router product", many_kernel, cuda_grid(c, tiles, 1), MANY_THREADS, MANY_RING, weights, tokens,
-                  r);
+    return launch_clusters(c, "router product", many_kernel, (cuda_grid(c, 2 * tiles, 1) + 1) / 2 * 2, MANY_THREADS,
+                           MANY_SHARED, 2, weights, tokens, r);
 }
 
 extern "C" status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor *w)
@@ -325,19 +480,13 @@ extern "C" status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor 
     if (x->rows == 0)
         return OK;
     router r = {*y, *x, (int)w->rows, (int)((w->cols + TILE_K - 1) / TILE_K)};
-    bool both = x->rows > FEW_ROWS;
-    r.tokens = x->rows <= TOKENS / 2 ? TOKENS / 2 : TOKENS;
-    r.to = both ? FEW_ROWS + 1 : INT32_MAX;
+    const bool few = x->rows <= FEW_ROWS;
+    r.tokens = !few || x->rows <= TOKENS / 2 ? TOKENS / 2 : TOKENS;
     status st = cuda_map_rows(&weights, &as_bf16, EXPERTS);
     if (st == OK)
         st = cuda_map_rows(&tokens, x, r.tokens);
     if (st == OK)
-        st = launch_few(c, weights, tokens, r, both ? (int64_t)FEW_ROWS : x->rows);
-    if (st == OK && both) {
-        r.from = r.to;
-        r.to = INT32_MAX;
-        st = launch_many(c, weights, tokens, r);
-    }
+        st = few ? launch_few(c, weights, tokens, r, x->rows) : launch_many(c, weights, tokens, r);
     c->settled = st == OK; /* both let the next one begin behind after_previous() */
     return st;
 }

@@ -84,8 +84,9 @@ static void product_case(int out, int in, const int *row_counts, int counts, dty
             must_be_near(at(&got, i), at(&y, i), out, result == BF16 ? 0x1p-8 : 1e-5, what, i);
         const struct {
             int first, rows;
-        } parts[] = {{0, 1}, {rows - 1, 1}, {rows / 2, rows / 3}, {rows / 3, 17}, {1, rows - 1}, {0, rows / 4}};
-        for (int p = 0; p < 6; p++) {
+        } parts[] = {{0, 1},         {rows - 1, 1},    {rows / 2, rows / 3}, {rows / 3, 17},
+                     {1, rows - 1}, {0, rows / 4},    {0, rows / 2}}; /* the last two with as many to spare */
+        for (int p = 0; p < 7; p++) {
             if (parts[p].first < 0 || parts[p].rows <= 0 || parts[p].first + parts[p].rows > rows)
                 continue;
             tensor some = gpu_product(&xm, parts[p].first, parts[p].rows, p < 5 ? SPARE : rows, &wm, result);
@@ -132,7 +133,8 @@ static tensor gpu_gated(const tensor *x, int64_t first, int32_t rows, const tens
     return y;
 }
 
-/* As for experts: gate and up may be BF16 before they meet. */
+/* As for experts: gate and up may be BF16 before they meet. So a number has three roundings of 2^-8 at most, of which
+ * that of the gate counts up to 1.28 times, and a row may be little more than one number. */
 static void gated_case(int inner, int hidden, const int *row_counts, int counts)
 {
     char what[64];
@@ -145,7 +147,7 @@ static void gated_case(int inner, int hidden, const int *row_counts, int counts)
         must_be(both.cpu->gated(both.cpu, &y, &halves, &used, &w));
         tensor got = gpu_gated(&xm, 0, rows, &wm);
         for (int64_t i = 0; i < rows; i++)
-            must_be_near(at(&got, i), at(&y, i), inner, 0x1p-7, what, i);
+            must_be_near(at(&got, i), at(&y, i), inner, 3.3 * 0x1p-8, what, i);
         must_be(both.gpu->aside(both.gpu, 50)); /* on fewer multiprocessors */
         tensor beside = gpu_gated(&xm, 0, rows, &wm);
         must_be(both.gpu->back(both.gpu));
@@ -184,12 +186,12 @@ static void test_gated(void **state)
 static void test_router_products(void **state)
 {
     (void)state;
-    static const int all[] = {0, 1, 15, 33, 300, 1100}, many[] = {3072, 5000};
+    static const int all[] = {0, 1, 15, 33, 300, 1100}, many[] = {2000, 3072, 5000};
     static const int shape[][2] = {{256, 2048}, {32, 256}, {64, 96}, {130, 1100}, {16, 32}, {20, 50}};
     for (int i = 0; i < 6; i++)
         product_case(shape[i][0], shape[i][1], all, 6, F32, F32);
-    product_case(256, 2048, many, 2, F32, F32); /* few and many rows are kernels of their own */
-    product_case(130, 100, many, 2, F32, F32);
+    product_case(256, 2048, many, 3, F32, F32); /* each count is cut another way */
+    product_case(130, 100, many, 3, F32, F32);
 }
 
 /* ---- experts */

@@ -17,11 +17,21 @@ static int narrow_rows(const cuda *c, int64_t outs, int step)
     return 64;
 }
 
+static __device__ __forceinline__ uint32_t lowest(uint32_t x)
+{
+#if __CUDA_ARCH__ >= 800
+    return __reduce_min_sync(EVERY_LANE, x);
+#else
+    return x; /* the launchers ask cuda_is_hopper */
+#endif
+}
+
 /* A product of rows that lie together by one matrix. */
 struct dense_op {
     enum { GATHERS = 0, FACTORS = 0 };
     tensor in, y, w;
     int narrow, sm_count;
+    int across[3]; /* tiles of one token range: of narrow boxes, of one box, of two */
 
     /* The weight is fetched into the cache while the kernel before this one ends, each block its share. */
     __device__ void before() const
@@ -33,49 +43,42 @@ struct dense_op {
 
     /* Tokens of a tile and weight rows of a block, so that the device is full and no weight is read more often than
      * needed. What a step of the inner dimension costs a block, in cycles: its products, or its bytes at some 40 a
-     * cycle; a tile costs some steps more to begin and to bring out. Each lane of a warp judges one number of tokens.
-     */
+     * cycle; a tile costs some steps more to begin and to bring out. Each lane of a warp judges one number of tokens;
+     * what does not depend on the rows is known before they are. */
     __device__ gemm_shape shape() const
     {
-        int n = (int)used_rows(in), lane = (int)threadIdx.x % WARP, best = 0;
-        gemm_shape s = {.steps = (int)w.cols / TILE_K, .rows = n};
-        if (n == 0)
-            return s;
-        float least = 0;
+        const int lane = (int)threadIdx.x % WARP, each = 8 * (lane + 1), width = gemm_width(each);
+        const float part = 1.0f / (float)each, per_device = 1.0f / (float)sm_count;
+        float tile_cost[3];
+        gemm_shape s = {.steps = (int)w.cols / TILE_K};
+#pragma unroll
         for (int kind = 0; kind <= 2; kind++) { /* narrow, one box, two */
-            int each = 8 * (lane + 1), ranges = (n + each - 1) / each, across = across_of(kind);
-            int waves = (ranges * across + sm_count - 1) / sm_count, width = gemm_width(each);
             float bytes = (float)((kind > 0 ? 64 * kind : narrow) + width) * (TILE_ROW / 40.0f);
             float products = fmaxf(110, 2.0f * (float)((kind > 1 ? 2 : 1) * width));
-            float cost = (float)waves * ((float)s.steps * fmaxf(bytes, products) + 1000 + 5.0f * (float)each);
-            if (kind == 0 || cost < least) {
-                least = cost;
-                best = kind;
-            }
+            tile_cost[kind] = (float)s.steps * fmaxf(bytes, products) + 1000 + 5.0f * (float)each;
         }
-        int from = lane;
-        for (int half = WARP / 2; half > 0; half /= 2) {
-            float cost = __shfl_xor_sync(EVERY_LANE, least, half);
-            int other = __shfl_xor_sync(EVERY_LANE, from, half), kind = __shfl_xor_sync(EVERY_LANE, best, half);
-            if (cost < least || (cost == least && other > from)) {
-                least = cost;
-                from = other;
-                best = kind;
-            }
+        const int n = (int)used_rows(in);
+        int ranges = (int)((float)n * part) - 1; /* of `each` rows; less than two too few */
+#pragma unroll
+        for (int i = 0; i < 3; i++)
+            ranges += ranges * each < n;
+        uint32_t least = UINT32_MAX; /* the cost, as bits that ascend with it; then most tokens first, then the kind */
+#pragma unroll
+        for (int kind = 0; kind <= 2; kind++) {
+            float waves = ceilf((float)(ranges * across[kind]) * per_device - 1e-3f);
+            uint32_t cost = __float_as_uint(waves * tile_cost[kind]) & ~127u;
+            least = min(least, cost | (uint32_t)(WARP - 1 - lane) << 2 | (uint32_t)kind);
         }
+        least = lowest(least);
+        const int from = WARP - 1 - (int)(least >> 2 & (WARP - 1)), best = (int)(least & 3);
+        s.rows = n;
         s.blocks = best > 1 ? 2 : 1;
         s.outs = best > 0 ? 64 : narrow;
         s.each = 8 * (from + 1);
         s.tokens = gemm_width(s.each);
-        s.across = across_of(best);
-        s.tiles = s.across * ((n + s.each - 1) / s.each);
+        s.across = best > 1 ? across[2] : best > 0 ? across[1] : across[0];
+        s.tiles = s.across * __shfl_sync(EVERY_LANE, ranges, from);
         return s;
-    }
-
-    __device__ int across_of(int kind) const
-    {
-        int rows = kind > 0 ? 64 * kind : narrow;
-        return ((int)w.rows + rows - 1) / rows;
     }
 
     __device__ gemm_tile tile_by(const gemm_shape &s, int t, int groups) const
@@ -342,6 +345,10 @@ static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, 
         st = halves == 1 ? cuda_map_rows(&maps.out64, y, 64) : cuda_map_half_rows(&maps.out64, y, 64);
     if (st != OK)
         return st;
+    for (int kind = 0; kind <= 2; kind++) {
+        int64_t rows = kind > 0 ? 64 * kind : op.narrow;
+        op.across[kind] = (int)((w->rows + rows - 1) / rows);
+    }
     int64_t tiles = w->rows / op.narrow * ((x->rows + 7) / 8);
     return gemm_launch(c, maps, op, tiles, what);
 }

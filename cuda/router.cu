@@ -22,7 +22,7 @@ enum {
     EXPERTS = 64,             /* of a warpgroup */
     TOKENS = 128,             /* most of a tile */
     BOX = EXPERTS * TILE_ROW, /* bytes of 64 experts by 32 fp32 */
-    FEW_ROWS = 640,           /* up to so many possible rows are few */
+    FEW_ROWS = 1088,          /* up to so many possible rows are few: they are some half of it */
     FEW_THREADS = 128 + WARP, /* a warpgroup multiplies, a warp feeds */
     MANY_THREADS = 3 * 128,   /* the third warpgroup feeds */
     STAGES = 4,               /* most */

@@ -9,7 +9,8 @@
 #include <string.h>
 
 /* `start` does not block, so that its beginning can be given up. But each group on such a communicator starts a thread
- * inside NCCL; the lanes work on `comm`, made from it, whose groups do not. */
+ * inside NCCL; the lanes work on `comm`, made from it, whose groups do not. What carries no sends has a single channel:
+ * of 24 each takes 8 MB at once. */
 struct nccl_comm {
     world *w;
     ncclComm_t start, comm;
@@ -161,7 +162,17 @@ out:
     return st;
 }
 
-status nccl_open(nccl_comm **out, world *w, backend *b, double deadline)
+/* A communicator from `start` for the lanes. */
+static status split(nccl_comm *n, ncclComm_t *comm, bool sends, double until)
+{
+    ncclConfig_t plain = NCCL_CONFIG_INITIALIZER;
+    plain.blocking = 1;
+    if (!sends)
+        plain.maxCTAs = 1;
+    return begun(n, ncclCommSplit(n->start, 0, n->w->rank, comm, &plain), comm, "the second start of NCCL", until);
+}
+
+status nccl_open(nccl_comm **out, world *w, backend *b, bool sends, double deadline)
 {
     status st = OK;
     hello mine = {.st = OK}, *all = NULL;
@@ -186,12 +197,12 @@ status nccl_open(nccl_comm **out, world *w, backend *b, double deadline)
     n->w = w;
     n->deadline = deadline;
     double until = clock_seconds() + deadline;
-    ncclConfig_t patient = NCCL_CONFIG_INITIALIZER, plain = NCCL_CONFIG_INITIALIZER;
+    ncclConfig_t patient = NCCL_CONFIG_INITIALIZER;
     patient.blocking = 0;
-    plain.blocking = 1;
+    patient.maxCTAs = 1;
     TRY(begun(n, ncclCommInitRankConfig(&n->start, w->size, v.id, w->rank, &patient), &n->start, "the start of NCCL",
               until));
-    TRY(begun(n, ncclCommSplit(n->start, 0, w->rank, &n->comm, &plain), &n->comm, "the second start of NCCL", until));
+    TRY(split(n, &n->comm, sends, until));
     w->at_abort = nccl_abort;
     w->with = n;
     *out = n;
@@ -201,6 +212,19 @@ out:
         nccl_abort(n);
     free(n);
     free(all);
+    return st;
+}
+
+status nccl_widen(nccl_comm *n)
+{
+    status st = OK;
+    ncclComm_t wide = NULL;
+    TRY(split(n, &wide, true, clock_seconds() + n->deadline));
+    ncclCommDestroy(n->comm);
+    n->comm = wide;
+out:
+    if (st != OK)
+        nccl_abort(n);
     return st;
 }
 

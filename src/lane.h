@@ -75,11 +75,13 @@ status lane_mpi_open(lane **out, const lane_rule *rule, backend *b, world *w);
 status lane_self_cuda_open(lane **out, const lane_rule *rule, backend *b);
 
 /* The GPUs of all ranks, joined; every rank of the world calls it, before any rank may fail alone. All of it is over
- * within `deadline` seconds. BAD_INPUT: NCCL's headers and library differ, two ranks share a GPU (the same message on
+ * within `deadline` seconds. sends: with channels for lane_nccl, which lane_lsa does without. BAD_INPUT: NCCL's headers and library differ, two ranks share a GPU (the same message on
  * every rank); FAILED: NCCL does not start. While it is open, the world's abort ends it first. Borrows world and
  * backend. close accepts NULL, and is not collective after an abort. */
 typedef struct nccl_comm nccl_comm;
-status nccl_open(nccl_comm **out, world *w, backend *b, double deadline);
+status nccl_open(nccl_comm **out, world *w, backend *b, bool sends, double deadline);
+/* Channels for one that was opened without; again all ranks at once, within the same time. FAILED as above. */
+status nccl_widen(nccl_comm *n);
 void nccl_close(nccl_comm *n);
 /* Rows by grouped sends and receives, any number of ranks on any number of hosts. The host reads the counts of every
  * dispatch, so nothing is recorded. Borrows backend and communicator. FAILED: no memory; agree on the status. */

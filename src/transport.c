@@ -85,7 +85,7 @@ static status choose(transport_ask *a, const lane_rule *r, world *w, backend *b,
     a->settled = true;
     a->transport = st == OK ? TRANSPORT_LSA : TRANSPORT_NCCL;
     snprintf(a->against, sizeof a->against, "%s", st == OK ? "" : status_message());
-    st = OK;
+    st = st == OK ? OK : nccl_widen(n);
 out:
     return st;
 }
@@ -96,7 +96,7 @@ status transport_join(nccl_comm **out, transport_ask *a, const lane_rule *r, wor
     *out = NULL;
     if (!a->cuda || alone(a))
         return OK;
-    TRY(nccl_open(out, w, b, a->deadline));
+    TRY(nccl_open(out, w, b, a->transport == TRANSPORT_NCCL, a->deadline));
     if (a->transport == TRANSPORT_AUTO)
         TRY(choose(a, r, w, b, *out));
 out:

@@ -146,7 +146,7 @@ static void open_fleet(fleet *f, int size, int experts, int n_group, int top_k, 
             must(lsa_open(&f->rig[i].l, &f->rule, f->rig[i].b, i, window, blocks, patience));
     } else {
         if (!joined)
-            must(nccl_open(&joined, job, gpu[0], 60));
+            must(nccl_open(&joined, job, gpu[0], true, 60));
         must(f->sends ? lane_nccl_open(&f->rig[0].l, &f->rule, gpu[0], job, joined)
                       : lsa_join(&f->rig[0].l, &f->rule, gpu[0], job, joined, blocks, patience));
     }

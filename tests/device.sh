@@ -182,6 +182,7 @@ if wanted demo; then
 fi
 wanted demo && cpu_demos &
 demos=$!
+wanted lane || rm -f "$out/lane.log" # its figures are judged in gpus
 wanted twin && part twin 90 gpu_tests twin
 wanted golden && part golden 60 gpu_tests golden
 wanted sanitizer && part sanitizer 100 sanitize_all

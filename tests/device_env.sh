@@ -14,7 +14,7 @@ part() { # part NAME SECONDS COMMAND...: runs it with a limit, keeps its log, sh
     shift 2
     [ $((end - SECONDS)) -lt "$limit" ] && limit=$((end - SECONDS))
     [ "$limit" -lt 5 ] && limit=5
-    timeout -k 5 "$limit" bash -c '"$@"' part "$@" >"$out/$name.log" 2>&1
+    timeout -k 5 "$limit" bash -o pipefail -c '"$@"' part "$@" >"$out/$name.log" 2>&1
     rc=$?
     [ $rc -eq 77 ] && verdict=skipped
     [ $rc -eq 124 ] && verdict="failed (over $limit s)"

@@ -19,6 +19,7 @@ parts=${*:-build exact mini flash modes kill}
 mkdir -p "$out"
 . tests/device_env.sh
 python=$(for p in python3 /usr/bin/python3; do "$p" -c 'import h5py' 2>/dev/null && echo "$p" && break; done)
+[ -n "$python" ] || { echo "no python3 here has h5py (apt-get install python3-h5py)"; exit 2; }
 limit_rows=0 deadline=10 schedule="--schedule tests/bench/schedule.json"
 if [ -n "${DRY:-}" ]; then
     ranks=${RANKS:-2} device=cpu transports=mpi limit_rows=6 build=${BUILD:-build-dry} cuda=OFF
@@ -132,6 +133,7 @@ decode_resume() {
         --limit $limit_rows --out "$out/killed.h5" --progress off --timeout 60 --device $device --resume >>"$out/killed.log" 2>&1
 }
 
+rm -f "$out"/{mini-one,mini-mpi,mini-nccl,mini-lsa,flash,modes}.h5 "$out"/{exact,mini,flash,modes,kill}.log # no table of old ones
 what="$(date -u +%Y-%m-%dT%H:%MZ), $(git describe --always --dirty 2>/dev/null || echo 'no git'), $ranks ranks"
 echo "# $what"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null

@@ -47,15 +47,15 @@ def lanes():
     took, rate = {}, {}
     log = folder / "lane.log"
     for line in log.read_text().splitlines() if log.exists() else ():
-        m = re.match(r"(lsa|nccl) +F32 +2 ranks, +(\d+) rows .*dispatch +[\d.]+ us +([\d.]+) GB/s, sums and combine +[\d.]+ us "
-                     r"+([\d.]+) GB/s, both +([\d.]+) us", line)
+        m = re.match(r"(lsa|nccl) +F32 +2 ranks, +(\d+) rows .*dispatch +\S+ us +(\S+) GB/s, sums and combine +\S+ us +(\S+) "
+                     r"GB/s, both +(\S+) us", line)
         if m:
             took[m[1], int(m[2])] = float(m[5])
             rate[m[1], int(m[2])] = float(m[3]), float(m[4])
     return took, rate
 
 
-one, nccl, lsa, flash = (rows(f"gpus-{name}.h5") for name in ("one", "nccl", "lsa", "flash"))
+one, lsa, flash = (rows(f"gpus-{name}.h5") for name in ("one", "lsa", "flash"))
 took, rate = lanes()
 judge("tokens/s of two GPUs, times those of one, 256 sequences a GPU", 1.85, True, lambda: 2 * one[256]["ms"] / lsa[256]["ms"])
 judge("% of an iteration in dispatch and combine by lsa, 1 sequence a GPU", 12, False, lambda: lane_share(lsa[1]))

@@ -14,7 +14,7 @@
 struct nccl_comm {
     world *w;
     ncclComm_t start, comm;
-    double deadline; /* of the beginning, seconds */
+    double deadline, until; /* of the beginning: seconds, and when they are over */
     bool aborted;
 };
 
@@ -140,13 +140,13 @@ out:
     free(place);
 }
 
-/* Polls what began on n->start until it is over, *made there, or `until` has come. A split calls itself a success
+/* Polls what began on n->start until it is over, *made there, or n->until has come. A split calls itself a success
  * before it is done. */
-static status begun(nccl_comm *n, ncclResult_t r, ncclComm_t *made, const char *what, double until)
+static status begun(nccl_comm *n, ncclResult_t r, ncclComm_t *made, const char *what)
 {
     status st = OK;
     while (r == ncclInProgress || (r == ncclSuccess && !*(ncclComm_t volatile *)made)) {
-        if (clock_seconds() > until)
+        if (clock_seconds() > n->until)
             FAIL(FAILED,
                  "%s is not over after %g s (--connect-timeout): a rank, or the network between hosts, does "
                  "not answer; NCCL_DEBUG=INFO says more",
@@ -163,13 +163,13 @@ out:
 }
 
 /* A communicator from `start` for the lanes. */
-static status split(nccl_comm *n, ncclComm_t *comm, bool sends, double until)
+static status split(nccl_comm *n, ncclComm_t *comm, bool sends)
 {
     ncclConfig_t plain = NCCL_CONFIG_INITIALIZER;
     plain.blocking = 1;
     if (!sends)
         plain.maxCTAs = 1;
-    return begun(n, ncclCommSplit(n->start, 0, n->w->rank, comm, &plain), comm, "the second start of NCCL", until);
+    return begun(n, ncclCommSplit(n->start, 0, n->w->rank, comm, &plain), comm, "the second start of NCCL");
 }
 
 status nccl_open(nccl_comm **out, world *w, backend *b, bool sends, double deadline)
@@ -196,13 +196,13 @@ status nccl_open(nccl_comm **out, world *w, backend *b, bool sends, double deadl
     }
     n->w = w;
     n->deadline = deadline;
-    double until = clock_seconds() + deadline;
+    n->until = clock_seconds() + deadline;
     ncclConfig_t patient = NCCL_CONFIG_INITIALIZER;
     patient.blocking = 0;
     patient.maxCTAs = 1;
-    TRY(begun(n, ncclCommInitRankConfig(&n->start, w->size, v.id, w->rank, &patient), &n->start, "the start of NCCL",
-              until));
-    TRY(split(n, &n->comm, sends, until));
+    TRY(begun(n, ncclCommInitRankConfig(&n->start, w->size, v.id, w->rank, &patient), &n->start,
+              "the start of NCCL"));
+    TRY(split(n, &n->comm, sends));
     w->at_abort = nccl_abort;
     w->with = n;
     *out = n;
@@ -219,7 +219,7 @@ status nccl_widen(nccl_comm *n)
 {
     status st = OK;
     ncclComm_t wide = NULL;
-    TRY(split(n, &wide, true, clock_seconds() + n->deadline));
+    TRY(n->w->agree(n->w, split(n, &wide, true))); /* what follows takes all ranks */
     ncclCommDestroy(n->comm);
     n->comm = wide;
 out:

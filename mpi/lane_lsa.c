@@ -3,9 +3,10 @@
 #include "mpi/comm_nccl.h"
 
 #include <assert.h>
+#include <stdio.h>
 #include <stdlib.h>
 
-enum { PUSH_BLOCKS = 32, FOLD_BLOCKS_AN_SM = 3 };
+enum { PUSH_BLOCKS = 32, FOLD_BLOCKS_AN_SM = 3, WHY = 256 };
 
 typedef struct lane_lsa {
     lane_rule rule;
@@ -234,16 +235,20 @@ static void close_lane(lane *l)
     free(l);
 }
 
-static status check_rule(const lane_rule *rule)
+/* What is against the lane, the same on every rank; "": nothing. */
+static void judge_rule(char why[WHY], const lane_rule *rule)
 {
-    status st = OK;
+    why[0] = '\0';
     if (rule->tree->ranks > LSA_RANKS)
-        FAIL(BAD_INPUT, "--transport lsa: %d ranks, at most %d: take --transport nccl", rule->tree->ranks, LSA_RANKS);
-    if (rule->hidden % 8 || rule->top_k > 32 || rule->payload != BF16)
-        FAIL(BAD_INPUT, "--transport lsa: the hidden size is %d and top_k %d, want a multiple of 8 and at most 32: "
-             "take --transport nccl", rule->hidden, rule->top_k);
-out:
-    return st;
+        snprintf(why, WHY, "%d ranks, at most %d", rule->tree->ranks, LSA_RANKS);
+    else if (rule->hidden % 8 || rule->top_k > 32 || rule->payload != BF16)
+        snprintf(why, WHY, "the hidden size is %d and top_k %d, want a multiple of 8 and at most 32", rule->hidden,
+                 rule->top_k);
+}
+
+static status refuse(const char *why)
+{
+    return status_fail(BAD_INPUT, __FILE__, __LINE__, "--transport lsa: %s: take --transport nccl", why);
 }
 
 status lsa_open(lane **out, const lane_rule *rule, backend *b, int rank, char *const *window, const lsa_blocks *blocks,
@@ -253,13 +258,16 @@ status lsa_open(lane **out, const lane_rule *rule, backend *b, int rank, char *c
     const sum_tree *t = rule->tree;
     lane_lsa *s = calloc(1, sizeof *s);
     lane *l = calloc(1, sizeof *l);
+    char why[WHY];
     *out = NULL;
     if (!s || !l)
         FAIL(FAILED, "out of memory");
     s->rule = *rule;
     s->b = b;
     s->patience = patience;
-    TRY(check_rule(rule));
+    judge_rule(why, rule);
+    if (why[0])
+        TRY(refuse(why));
     lsa *m = &s->m;
     lay_window(m, rule, blocks ? blocks->push : PUSH_BLOCKS);
     m->push_blocks = blocks ? blocks->push : PUSH_BLOCKS;
@@ -303,37 +311,37 @@ out:
 
 /* ---- windows of NCCL */
 
-/* This rank's memory; what follows is for all ranks at once. */
-static status take_memory(lane_lsa *s, size_t bytes)
+/* This rank's memory; what follows is for all ranks at once. mend: behind the message. */
+static status take_memory(lane_lsa *s, size_t bytes, const char *mend)
 {
     status st = OK;
     cuda *c = cuda_of(s->b);
     ncclResult_t r = ncclMemAlloc(&s->memory, bytes);
     if (r != ncclSuccess)
-        FAIL(FAILED, "out of GPU memory: %zu bytes wanted for the lane (%s): lower --batch", bytes,
-             ncclGetErrorString(r));
+        FAIL(FAILED, "out of GPU memory: %zu bytes wanted for a window (%s)%s", bytes, ncclGetErrorString(r), mend);
     CUDA_TRY(cudaMemsetAsync(s->memory, 0, bytes, c->stream));
     CUDA_TRY(cudaStreamSynchronize(c->stream));
 out:
     return st;
 }
 
-/* All ranks at once; the same answer on each, once they have agreed. */
-static status register_window(lane_lsa *s, size_t bytes, const world *w)
+/* All ranks at once. why: what is against the lane; "": nothing. */
+static status register_window(char why[WHY], lane_lsa *s, size_t bytes, const world *w)
 {
     status st = OK;
+    why[0] = '\0';
     ncclComm_t comm = nccl_handle(s->n);
     ncclResult_t r = ncclCommWindowRegister(comm, s->memory, bytes, &s->window, NCCL_WIN_COLL_SYMMETRIC);
     struct cudaPointerAttributes at = {0};
     if (r == ncclSuccess && s->window)
         CUDA_TRY(cudaPointerGetAttributes(&at, s->window));
     if (at.type != cudaMemoryTypeDevice) /* without symmetric memory it is a handle of the host's */
-        FAIL(BAD_INPUT, "--transport lsa: NCCL makes no window here (%s; NCCL_CUMEM_ENABLE=0, NCCL_WIN_ENABLE=0 and "
-             "NCCL_P2P_DISABLE=1 forbid it): take --transport nccl", ncclGetErrorString(r));
-    int team = lsa_window_team(comm);
-    if (team != w->size)
-        FAIL(BAD_INPUT, "--transport lsa: the GPU of rank %d reaches the memory of %d of %d ranks, want all (one host, "
-             "or one NVLink domain): take --transport nccl", w->rank, team, w->size);
+        snprintf(why, WHY, "NCCL makes no window here (%s%sNCCL_CUMEM_ENABLE=0, NCCL_WIN_ENABLE=0 and "
+                 "NCCL_P2P_DISABLE=1 forbid it)", r == ncclSuccess ? "" : ncclGetErrorString(r),
+                 r == ncclSuccess ? "" : "; ");
+    else if (lsa_window_team(comm) != w->size)
+        snprintf(why, WHY, "a GPU reaches the memory of %d of %d ranks, want all (one host, or one NVLink domain)",
+                 lsa_window_team(comm), w->size);
 out:
     return st;
 }
@@ -344,18 +352,18 @@ status lsa_join(lane **out, const lane_rule *rule, backend *b, world *w, nccl_co
     status st = OK;
     lane_lsa s = {.b = b, .n = n};
     cuda *c = cuda_of(b);
-    char **window = NULL; /* pinned */
+    char **window = NULL, why[WHY]; /* window: pinned */
     size_t bytes = lsa_window_bytes(rule);
     *out = NULL;
-    st = take_memory(&s, bytes);
+    st = take_memory(&s, bytes, ": lower --batch");
     if (st == OK)
         st = cuda_check(cudaHostAlloc((void **)&window, (size_t)w->size * sizeof *window, cudaHostAllocMapped),
                         "cudaHostAlloc", __FILE__, __LINE__);
     TRY(w->agree(w, st)); /* what follows takes all ranks */
     window[0] = s.memory;
     if (w->size > 1) { /* NCCL makes none for a GPU that is alone */
-        st = register_window(&s, bytes, w);
-        TRY(w->agree(w, st));
+        st = register_window(why, &s, bytes, w);
+        TRY(w->agree(w, st == OK && why[0] ? refuse(why) : st));
         CUDA_TRY(lsa_window_peers(c->stream, s.window, w->size, window));
         CUDA_TRY(cudaStreamSynchronize(c->stream));
     }
@@ -377,14 +385,24 @@ status lane_lsa_open(lane **out, const lane_rule *rule, backend *b, world *w, nc
     return lsa_join(out, rule, b, w, n, NULL, rule->patience);
 }
 
+static status bare(const char *why)
+{
+    if (why[0])
+        status_message_set(why);
+    return why[0] ? BAD_INPUT : OK;
+}
+
 status lane_lsa_try(const lane_rule *rule, backend *b, world *w, nccl_comm *n)
 {
     status st = OK;
     lane_lsa s = {.b = b, .n = n};
     const size_t bytes = 1 << 16;
-    TRY(check_rule(rule)); /* the same on every rank */
-    TRY(w->agree(w, take_memory(&s, bytes)));
-    TRY(w->agree(w, register_window(&s, bytes, w)));
+    char why[WHY];
+    judge_rule(why, rule);
+    TRY(bare(why));
+    TRY(w->agree(w, take_memory(&s, bytes, "")));
+    st = register_window(why, &s, bytes, w);
+    TRY(w->agree(w, st == OK ? bare(why) : st));
 out:
     give_back(&s);
     return st;

@@ -75,12 +75,14 @@ status lane_mpi_open(lane **out, const lane_rule *rule, backend *b, world *w);
 status lane_self_cuda_open(lane **out, const lane_rule *rule, backend *b);
 
 /* The GPUs of all ranks, joined; every rank of the world calls it, before any rank may fail alone. All of it is over
- * within `deadline` seconds. sends: with channels for lane_nccl, which lane_lsa does without. BAD_INPUT: NCCL's headers and library differ, two ranks share a GPU (the same message on
- * every rank); FAILED: NCCL does not start. While it is open, the world's abort ends it first. Borrows world and
- * backend. close accepts NULL, and is not collective after an abort. */
+ * within `deadline` seconds. sends: with channels for lane_nccl, which lane_lsa does without. BAD_INPUT: NCCL's headers
+ * and library differ, two ranks share a GPU (the same message on every rank); FAILED: NCCL does not start. While it is
+ * open, the world's abort ends it first. Borrows world and backend. close accepts NULL, and is not collective after an
+ * abort. */
 typedef struct nccl_comm nccl_comm;
 status nccl_open(nccl_comm **out, world *w, backend *b, bool sends, double deadline);
-/* Channels for one that was opened without; again all ranks at once, within the same time. FAILED as above. */
+/* Channels for one that was opened without; again all ranks at once, and over by the same moment. FAILED on every rank,
+ * with the communicator aborted: they are not made. */
 status nccl_widen(nccl_comm *n);
 void nccl_close(nccl_comm *n);
 /* Rows by grouped sends and receives, any number of ranks on any number of hosts. The host reads the counts of every
@@ -93,7 +95,8 @@ status lane_nccl_open(lane **out, const lane_rule *rule, backend *b, world *w, n
  * it when every rank's last combine is over. Borrows backend and communicator. */
 status lane_lsa_open(lane **out, const lane_rule *rule, backend *b, world *w, nccl_comm *n);
 /* Would it open for this tree and shape of rows? Every rank calls it at once and has the same answer: OK, or BAD_INPUT
- * with its message, whole at rank 0. A window of a few bytes is made and given back. FAILED: no memory, or NCCL. */
+ * with the bare reason for message, at rank 0 those of all ranks. A window of a few bytes is made and given back.
+ * FAILED: no memory, or CUDA. */
 status lane_lsa_try(const lane_rule *rule, backend *b, world *w, nccl_comm *n);
 
 #endif

@@ -13,8 +13,9 @@
 enum { BLOCK = 32 };
 /* Bytes, as measured on two H200s with NCCL 2.28.3 on 2026-11-30. FIXED: context and kernels, staging. JOINED: two
  * communicators of one channel, and what a window takes beside its memory. SENDS: all channels in place of one, and the
- * kernels of the first send; then CHANNELS to each other rank (0.36e9 more with NCCL_CUMEM_ENABLE=0). */
-static const double FIXED = 0.66e9, JOINED = 0.25e9, SENDS = 0.42e9, CHANNELS = 0.40e9;
+ * kernels of the first send; then CHANNELS to each other rank. OLD_WAY: more, where
+ * NCCL_CUMEM_ENABLE is 0. */
+static const double FIXED = 0.66e9, JOINED = 0.25e9, SENDS = 0.42e9, CHANNELS = 0.40e9, OLD_WAY = 0.36e9;
 
 static double at_most(double n, double most)
 {
@@ -58,6 +59,12 @@ static double scratch_bytes(const model_config *c, const executor_rule *r, doubl
     return experts > head ? experts : head;
 }
 
+static bool old_way(void)
+{
+    const char *set = getenv("NCCL_CUMEM_ENABLE");
+    return set && strcmp(set, "0") == 0;
+}
+
 void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, const memory_way *way)
 {
     const sum_tree *tree = way->tree;
@@ -77,8 +84,11 @@ void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, 
         out->lane = lane_bytes(c, tree, rows, way->activation);
     if (gpu && (way->transport == TRANSPORT_LSA || (way->transport == TRANSPORT_AUTO && tree->ranks > 1)))
         out->lane = at_least(out->lane, window_bytes(c, tree, rows));
-    if (gpu && (named || tree->ranks > 1))
-        out->joined = JOINED + (way->transport == TRANSPORT_LSA ? 0 : SENDS + CHANNELS * (tree->ranks - 1));
+    bool joins = gpu && (named || tree->ranks > 1);
+    if (joins)
+        out->joined = JOINED;
+    if (joins && way->transport != TRANSPORT_LSA)
+        out->joined += SENDS + CHANNELS * (tree->ranks - 1) + (old_way() ? OLD_WAY : 0);
     out->total = out->weights + out->kv + out->slots + out->activations + out->lane + out->scratch + out->fixed +
                  out->joined;
 }
@@ -221,7 +231,8 @@ static void print_plan(const model_config *c, const memory_ask *o, const memory_
         printf("scratch      %9.3f GB of the largest op; %.1f that CUDA itself holds\n", p->scratch / gb,
                p->fixed / gb);
     if (p->joined > 0)
-        printf("NCCL         %9.3f GB of its own (--transport lsa: less)\n", p->joined / gb);
+        printf("NCCL         %9.3f GB of its own%s\n", p->joined / gb,
+               o->transport == TRANSPORT_LSA ? "" : " (--transport lsa: less)");
     printf("total        %9.3f GB of %.1f: %s\n", p->total / gb, o->device_bytes / gb,
            p->total <= o->device_bytes ? "it fits" : "it does not fit");
     if (largest)

@@ -5,6 +5,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static const double FOR_EVER = 1e9; /* s: thirty years */
 
@@ -84,7 +85,8 @@ static status choose(transport_ask *a, const lane_rule *r, world *w, backend *b,
         goto out;
     a->settled = true;
     a->transport = st == OK ? TRANSPORT_LSA : TRANSPORT_NCCL;
-    snprintf(a->against, sizeof a->against, "%s", st == OK ? "" : status_message());
+    if (st != OK) /* of ranks that give different reasons, the first */
+        snprintf(a->against, sizeof a->against, "%.*s", (int)strcspn(status_message(), "\n"), status_message());
     st = st == OK ? OK : nccl_widen(n);
 out:
     return st;

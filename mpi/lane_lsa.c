@@ -205,7 +205,7 @@ static status traffic(lane *l, lane_traffic *t)
     t->rows_merged = n[LSA_MERGED];
     t->partials_sent = n[LSA_SUMS_SENT];
     t->partials_received = n[LSA_SUMS_RECEIVED];
-    t->bytes_dispatched = n[LSA_ROWS_OUT] * (h * (int64_t)dtype_bytes(BF16) + 8 * (int64_t)s->m.top_k);
+    t->bytes_dispatched = n[LSA_ROWS_OUT] * h * (int64_t)dtype_bytes(BF16) + n[LSA_IDS_OUT] * 8 * s->m.top_k;
     t->bytes_combined = n[LSA_SUMS_OUT] * h * (int64_t)dtype_bytes(s->rule.combine);
     if (t->rows_merged != t->rows_sent)
         FAIL(FAILED, "lane merged %lld rows, dispatched %lld: the expert ids changed before combine",

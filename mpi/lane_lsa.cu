@@ -309,6 +309,8 @@ static __global__ void __launch_bounds__(PUSH_THREADS, 1)
     if (block == (int)gridDim.x - 1)
         for (int to = me / WORDS; to < m.size && word <= PULSE; to += PUSH_THREADS / WORDS)
             tell(word_at(m, to, m.rank, word), epoch, (uint32_t)(word == 0 ? n : said));
+    if (block == 0 && me == 0)
+        count_up(m, LSA_IDS_OUT, n * (m.size - 1));
     int teller = PUSH_THREADS - 1 - me, to = teller % LSA_RANKS, kind = teller / LSA_RANKS; /* the last warps tell */
     if (to < m.size && kind < m.kinds) {
         tell_behind(arrived_at(m, to, kind, m.rank, block), epoch, (uint32_t)c.sent[kind][to]);
@@ -461,8 +463,11 @@ static __global__ void __launch_bounds__(STREAM_THREADS, LEVELS > 3 ? 1 : 2)
     extern __shared__ __align__(1024) uint8_t room[];
     stream_open<FOLD_SLOT>(room);
     after_previous();
+    int lane = (int)threadIdx.x % WARP;
+    for (int r = (int)threadIdx.x; r < m.size && blockIdx.x == 0; r += STREAM_THREADS) /* before all else: others wait */
+        tell_behind(ready_at(m, r, m.rank), *m.epoch, 0);
     int pieces = stream_pieces(m.hidden), columns = stream_columns(m.hidden), rows = 0, sums = 0;
-    int lane = (int)threadIdx.x % WARP, items = (int)used_rows(ids) * pieces;
+    int items = (int)used_rows(ids) * pieces;
     auto find = [&](int item, int j, uint32_t group) {
         int row = item / pieces, col = item % pieces * columns;
         bool there = item < items;
@@ -484,11 +489,8 @@ static __global__ void __launch_bounds__(STREAM_THREADS, LEVELS > 3 ? 1 : 2)
     };
     auto begin = [&] {
         bool fine = true;
-        uint32_t epoch = *m.epoch;
-        for (int r = lane; r < m.size && blockIdx.x == 0; r += WARP)
-            tell_behind(ready_at(m, r, m.rank), epoch, 0);
         for (int r = lane; r < m.size; r += WARP)
-            hear(m, ready_at(m, m.rank, r), epoch, LSA_NO_SUMS, r, &fine);
+            hear(m, ready_at(m, m.rank, r), *m.epoch, LSA_NO_SUMS, r, &fine);
         fence_seen();
         return __all_sync(EVERY_LANE, fine) != 0;
     };

@@ -19,7 +19,11 @@ typedef struct lsa_fault {
 } lsa_fault;
 
 /* Sums on the device since the lane last asked. */
-enum { LSA_SENT, LSA_RECEIVED, LSA_MERGED, LSA_SUMS_SENT, LSA_SUMS_RECEIVED, LSA_ROWS_OUT, LSA_SUMS_OUT, LSA_COUNTERS };
+enum {
+    LSA_SENT, LSA_RECEIVED, LSA_MERGED, LSA_SUMS_SENT, LSA_SUMS_RECEIVED,
+    LSA_ROWS_OUT, LSA_IDS_OUT, LSA_SUMS_OUT, /* to other ranks: x of so many rows, ids and weights, sums */
+    LSA_COUNTERS
+};
 
 /* How many blocks; the same on every rank. */
 typedef struct lsa_blocks {

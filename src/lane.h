@@ -23,7 +23,8 @@ typedef struct lane_rule {
 } lane_rule;
 
 /* What arrived for this rank's experts; the tensors belong to the lane and hold until the next dispatch. Their rows may
- * lie further apart than their columns ask for (ld > cols). */
+ * lie further apart than their columns ask for (ld > cols). A row without an expert of this rank may be among them: its
+ * x is then anything. */
 typedef struct lane_load {
     tensor x;        /* [n, H] */
     tensor ids;      /* I32 [n, K]: the row's experts (global ids), ascending, all of this rank among them; -1: none */

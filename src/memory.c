@@ -133,7 +133,7 @@ static bool edges_fit(const model_config *c, int32_t sequences, const memory_ask
 {
     double rows = (2.0 * sequences + o->prefill_blocks) * (c->block_size ? c->block_size : BLOCK);
     return o->activation != BF16 ||
-           rows * o->ranks * c->top_k * c->hidden <= (c->hidden % 8 ? 1.0 : 8.0) * (double)UINT32_MAX;
+           rows * o->ranks * c->top_k * c->hidden <= (c->hidden % 8 ? 1.0 : 4.0) * (double)UINT32_MAX;
 }
 
 status memory_largest_batch(int32_t *out, const model_config *c, const memory_ask *o)

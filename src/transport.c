@@ -159,12 +159,12 @@ static double patience(const transport_ask *a)
     return a->timeout > 0 ? 5 * a->timeout + 5 : FOR_EVER;
 }
 
-/* The CUDA experts number in 32 bits what they compute: eight columns, or one, of every edge that may arrive. */
+/* The CUDA experts number in 32 bits what they compute: four columns, or one, of every edge that may arrive. */
 static status check_edges(const lane_rule *r)
 {
     status st = OK;
     double edges = (double)r->max_rows * r->tree->ranks * r->top_k;
-    if (edges * r->hidden > (r->hidden % 8 ? 1.0 : 8.0) * (double)UINT32_MAX)
+    if (edges * r->hidden > (r->hidden % 8 ? 1.0 : 4.0) * (double)UINT32_MAX)
         FAIL(BAD_INPUT, "%lld rows from each of %d ranks are more than the experts can take at once: lower --batch or "
              "--prefill-blocks", (long long)r->max_rows, r->tree->ranks);
 out:

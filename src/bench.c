@@ -662,7 +662,24 @@ out:
 typedef struct guard {
     watch watch;
     char folder[4000]; /* of its heartbeats: beside --out, or where the job was started; left by a job that is killed */
+    bool made;         /* the same on every rank */
 } guard;
+
+/* Where hosts do not share the place, each has a folder of that name. */
+static status join_folder(guard *g, const world *w)
+{
+    status st = OK;
+    g->watch.folder = g->folder;
+    if (w->rank > 0 && mkdir(g->folder, 0700) == 0)
+        fprintf(stderr, "rank %d/%d: %s is not the folder of rank 0: the watchdog sees this host's ranks alone\n",
+                w->rank, w->size, g->folder);
+    else if (w->rank > 0 && errno != EEXIST)
+        FAIL(BAD_INPUT, "%s: the watchdog's folder cannot be made: %s; name a folder that all hosts see, or "
+             "--timeout 0", g->folder, strerror(errno));
+    TRY(watch_open(&g->watch, g->folder));
+out:
+    return st;
+}
 
 /* Where there are several ranks: one alone waits for nobody. */
 static status open_guard(guard *g, trial_setup *s, const ask *a)
@@ -679,7 +696,8 @@ static status open_guard(guard *g, trial_setup *s, const ask *a)
                          "--timeout 0", g->folder, strerror(errno));
     TRY(w->agree(w, st));
     TRY(w->bcast(w, g->folder, sizeof g->folder, 0));
-    TRY(w->agree(w, watch_open(&g->watch, g->folder)));
+    g->made = true;
+    TRY(w->agree(w, join_folder(g, w)));
     s->heart = &g->watch.heart;
 out:
     return st;
@@ -687,15 +705,12 @@ out:
 
 static void close_guard(guard *g, world *w, bool together)
 {
-    if (!g->watch.dog)
+    if (!g->made)
         return;
     watch_close(&g->watch);
     if (together)
         w->agree(w, OK); /* nobody writes there any more */
-    if (w->rank == 0) {
-        remove(g->watch.file);
-        rmdir(g->folder);
-    }
+    watch_sweep(&g->watch);
 }
 
 status bench(world *w, int argc, char **argv, bool *together)

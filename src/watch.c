@@ -3,6 +3,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 /* How often --timeout a stage may take without a sign: loading and publishing show few. */
@@ -34,10 +35,28 @@ void watch_alarm(watch *h, world *w, double seconds, double more)
     alarm((unsigned)(seconds + more) + 1);
 }
 
+void watch_sweep(const watch *h)
+{
+    if (!h->folder)
+        return;
+    unlink(h->file);
+    rmdir(h->folder);
+}
+
+static double tick(const watch *h)
+{
+    return h->seconds / 20 < TICK_MOST ? h->seconds / 20 : TICK_MOST;
+}
+
+/* The folder goes once the other ranks have seen there that the message is written. */
 static void take_down(void *with)
 {
-    world *w = with;
-    w->abort(w, FAILED);
+    const watch *h = with;
+    double more = 1.2 * tick(h);
+    if (h->folder)
+        nanosleep(&(struct timespec){(time_t)more, (long)((more - (double)(time_t)more) * 1e9)}, NULL);
+    watch_sweep(h);
+    h->world->abort(h->world, FAILED);
 }
 
 status watch_open(watch *h, const char *dir)
@@ -52,9 +71,9 @@ status watch_open(watch *h, const char *dir)
     watchdog_rule rule = {.rank = h->world->rank,
                           .size = h->world->size,
                           .file = h->file,
-                          .tick = h->seconds / 20 < TICK_MOST ? h->seconds / 20 : TICK_MOST,
+                          .tick = tick(h),
                           .abort = take_down,
-                          .with = h->world,
+                          .with = h,
                           .abort_seconds = ABORT_SECONDS};
     for (int s = 0; s < WATCH_STAGES; s++)
         rule.seconds[s] = patience[s] * h->seconds;

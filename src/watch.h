@@ -12,6 +12,7 @@ typedef struct watch {
     heartbeat heart;
     watchdog *dog;
     char file[4096]; /* of the heartbeats */
+    const char *folder; /* to be removed with its file where the watchdog ends the job; NULL: it stays. Borrowed */
 } watch;
 
 /* Sets the alarm: this process ends with FAILED and a message unless watch_open or watch_alarm comes within `seconds`
@@ -21,5 +22,7 @@ void watch_alarm(watch *h, world *w, double seconds, double more);
 status watch_open(watch *h, const char *dir);
 /* Back to the alarm. */
 void watch_close(watch *h);
+/* Removes `folder` and the heartbeats in it. */
+void watch_sweep(const watch *h);
 
 #endif

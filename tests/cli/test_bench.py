@@ -121,6 +121,34 @@ def test_stopped_rank():
     same(job.returncode, 3)
     holds(said, "the job is stuck: no rank has moved for 1.5 s (--timeout); the others wait for rank 1/2",
           "rank 0/2: run, iteration ", "rank 1/2: run, iteration ", "its process does not answer")
+    same((said.count("the job is stuck"), folders(out.parent, out.name)), (1, []))
+
+
+def folders(place, name="*"):
+    return [path.name for path in place.glob(f"{name}.watch-*")]
+
+
+def test_folders_apart():
+    """Hosts that do not share the folder: the watchdog sees the ranks of its own, and the bench goes on."""
+    places = [cli.scratch / name for name in ("here", "there")]
+    words = ["bench", "--device", "cpu", "--shape", shape("m"), "--batch", 2, "--iterations", 2, "--timeout", 8]
+    one = [[sys.argv[1], *map(str, words)] for _ in places]
+    for place in places:
+        place.mkdir()
+    job = [*cli.MPIRUN, "-np", "1", "-wdir", places[0], *one[0], ":", "-np", "1", "-wdir", places[1], *one[1]]
+    done = subprocess.run(job, capture_output=True, text=True, timeout=60)
+    same(done.returncode, 0)
+    holds(done.stderr, "rank 1/2: ", " is not the folder of rank 0: the watchdog sees this host's ranks alone")
+    same([folders(place) for place in places], [[], []])
+    # a folder that one of them lacks
+    (places[0] / "out").mkdir()
+    job = [*cli.MPIRUN, "-np", "1", "-wdir", places[0], *one[0], "--out", "out/a.h5", ":", "-np", "1", "-wdir", places[1],
+           *one[1], "--out", "out/a.h5"]
+    done = subprocess.run(job, capture_output=True, text=True, timeout=60)
+    same(done.returncode, 2)
+    holds(done.stderr, "rank 1/2: out/a.h5.watch-", "No such file or directory; name a folder that all hosts see, or "
+          "--timeout 0")
+    same([folders(place) for place in (*places, places[0] / "out")], [[], [], []])
 
 
 def test_refusals():

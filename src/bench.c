@@ -737,6 +737,8 @@ status bench(world *w, int argc, char **argv, bool *together)
     TRY(run_and_save(&s, &a, argc, argv));
 out:
     close_guard(&g, w, *together);
+    if (!*together) /* as in trial_run: nothing is freed */
+        return st;
     transport_leave(s.joined);
     weights_close(s.weights);
     if (s.backend)

@@ -193,6 +193,7 @@ out:
 
 void job_close(job *j)
 {
+    fault_point("close");
     watch_close(&j->watch);
     progress_close(j->progress);
     for (int32_t i = 0; j->flight && i < j->stage.slot_count; i++)
@@ -218,3 +219,8 @@ void job_close(job *j)
         close(j->lock);
 }
 
+void job_leave(job *j)
+{
+    watch_close(&j->watch);
+    progress_close(j->progress);
+}

@@ -61,6 +61,9 @@ flight_form job_form(const job *j);
  * j->over: earlier sessions have done all rows, nothing was loaded. BAD_INPUT or FAILED, the same on every rank. */
 status job_open(job *j, const char *command_line);
 void job_close(job *j);
+/* In its place where the process ends next: nothing is freed, for a device frees nothing that still waits for the other
+ * ranks. */
+void job_leave(job *j);
 
 /* landing.c: records a turn that ended. A failed one takes with it the turns that wait for its answer. */
 status job_record(job *j, flight *f, const char *text, const char *message);

@@ -335,8 +335,9 @@ status run(const options *o, world *w, const char *command_line, bool *together)
     }
     TRY(finish(&j));
 out:
-    if (!*together && w->at_abort) /* nothing else would end what is under way between the ranks */
-        w->at_abort(w->with);
-    job_close(&j);
+    if (*together)
+        job_close(&j);
+    else
+        job_leave(&j);
     return st;
 }

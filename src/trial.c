@@ -1,6 +1,7 @@
 #include "src/trial.h"
 
 #include "src/base/clock.h"
+#include "src/base/fault.h"
 #include "src/device.h"
 #include "src/memory.h"
 #include "src/plan/scheduler.h"
@@ -128,6 +129,8 @@ static status open_batch(trial *x)
     TRY(transport_open(&x->lane, &s->way, &lr, b, s->world, s->joined));
     TRY(executor_open(&x->executor, &x->rule, s->config, s->weights, b, x->lane));
     x->executor->heart = s->heart;
+    if (fault_row() >= 0 && fault_row() % s->world->size == s->world->rank)
+        x->executor->spoiled = (int)fault_row() / s->world->size;
     TRY(b->random(b, &x->executor->kv.k, s->seed + 1, 1.7f));
     TRY(b->random(b, &x->executor->kv.v, s->seed + 2, 1.7f));
     tensor pace = tensor_of(NULL, I32, s->patterns, PATTERN_STEPS);
@@ -141,6 +144,7 @@ out:
 
 static void close_batch(trial *x)
 {
+    fault_point("close");
     executor_close(x->executor);
     if (x->lane)
         x->lane->close(x->lane);
@@ -446,9 +450,8 @@ status trial_run(bench_row *out, const trial_setup *s, const trial_ask *a)
         heartbeat_stage(s->heart, WATCH_LOAD);
     snprintf(out->lane, sizeof out->lane, "%s", x.lane->name);
 out:
-    if (!*s->together && w->at_abort) /* nothing else would end what is under way between the ranks */
-        w->at_abort(w->with);
-    close_batch(&x);
+    if (*s->together) /* else the job is taken down: a device frees nothing that still waits for the other ranks */
+        close_batch(&x);
     free(all);
     return st;
 }

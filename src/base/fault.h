@@ -7,7 +7,7 @@
  * EPOCH_FAULT_DELAY=POINT:SECONDS
  *     each passing of POINT takes so long
  * EPOCH_FAULT_ROW=ORDER
- *     the row of that order gets activations that are no numbers
+ *     the row of that order gets activations that are no numbers; in epoch bench slot ORDER / R of rank ORDER % R
  * EPOCH_FAULT_PLAN=CAUSE
  *     miss, version, illegal, overdue or universe: each plan gets a reason to fall back (exec/executor.c)
  * EPOCH_FAULT_LATE=0|1

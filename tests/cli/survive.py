@@ -28,15 +28,17 @@ def path(name):
 
 
 class Job:
-    """One mpirun. `fault`: EPOCH_FAULT of src/base/fault.h; `row`: EPOCH_FAULT_ROW."""
+    """One mpirun. `fault`: EPOCH_FAULT of src/base/fault.h; `row`: EPOCH_FAULT_ROW; `delay`: EPOCH_FAULT_DELAY."""
 
-    def __init__(self, out, *options, ranks=2, data=GSM8K, model=MODEL, fault=None, row=None, limit=6, more=()):
+    def __init__(self, out, *options, ranks=2, data=GSM8K, model=MODEL, fault=None, row=None, delay=None, limit=6, more=()):
         env = dict(environment)
         if fault:
             env["EPOCH_FAULT"] = fault
         if row is not None:
             env["EPOCH_FAULT_ROW"] = str(row)
-        command = [*MPIRUN, "-np", str(ranks), *more, faulty if fault or row is not None else program, "run",
+        if delay:
+            env["EPOCH_FAULT_DELAY"] = delay
+        command = [*MPIRUN, "-np", str(ranks), *more, faulty if fault or delay or row is not None else program, "run",
                    "--model", model, "--data", data, "--out", out, "--limit", str(limit), *SHORT, *options]
         self.text = None
         self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -128,6 +128,18 @@ def folders(place, name="*"):
     return [path.name for path in place.glob(f"{name}.watch-*")]
 
 
+def test_rank_fails_alone():
+    """Its own message is told, and at once: nothing is given back that may wait for the others. No folder stays."""
+    out = new("alone.h5")
+    words = ["bench", "--device", "cpu", "--shape", shape("l"), "--batch", 4, "--iterations", 2, "--timeout", 1]
+    done = subprocess.run([*cli.MPIRUN, "-np", "2", sys.argv[1] + "_faults", *map(str, words), "--out", out],
+                          capture_output=True, text=True, timeout=60, cwd=ROOT,
+                          env=os.environ | {"EPOCH_FAULT_ROW": "1", "EPOCH_FAULT_DELAY": "close:6"})
+    holds(done.stderr, "rank 1/2: the logits of slot 0 are not finite")
+    assert "stuck" not in done.stderr and "waited" not in done.stderr, done.stderr
+    same((done.returncode, folders(out.parent, out.name)), (3, []))
+
+
 def test_folders_apart():
     """Hosts that do not share the folder: the watchdog sees the ranks of its own, and the bench goes on."""
     places = [cli.scratch / name for name in ("here", "there")]

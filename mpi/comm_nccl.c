@@ -74,6 +74,7 @@ static void nccl_abort(void *self)
         ncclCommAbort(n->comm);
     if (n->start)
         ncclCommAbort(n->start);
+    n->comm = n->start = NULL;
 }
 
 enum { LOOKS = 2000 }; /* at an event, for one at the communicator */

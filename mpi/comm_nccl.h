@@ -9,7 +9,8 @@
 
 #include <nccl.h>
 
-/* Every rank of the world, in its order. Groups on it return when they are enqueued. Borrowed. */
+/* Every rank of the world, in its order; NULL once it is aborted. Groups on it return when they are enqueued.
+ * Borrowed. */
 ncclComm_t nccl_handle(const nccl_comm *n);
 
 /* FAILED unless `r`, what a call on the communicator returned, is success; waits while it is in progress. */

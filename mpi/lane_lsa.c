@@ -214,10 +214,10 @@ out:
     return st;
 }
 
-/* The window that NCCL made, and its memory. */
+/* The window that NCCL made, and its memory. An abort has ended the window. */
 static void give_back(const lane_lsa *s)
 {
-    if (s->window)
+    if (s->window && nccl_handle(s->n))
         ncclCommWindowDeregister(nccl_handle(s->n), s->window);
     if (s->memory)
         ncclMemFree(s->memory);

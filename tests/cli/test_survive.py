@@ -137,7 +137,7 @@ def test_stuck():
 
 def test_rank_fails_alone():
     """its own message is told, and at once: nothing is given back that may wait for the other ranks"""
-    job = Job(path("alone.h5"), "--batch", "1", "--timeout", "1", delay="close:6", more=["prlimit", "--fsize=5000"])
+    job = Job(path("alone.h5"), "--batch", "1", "--timeout", "3", delay="close:18", more=["prlimit", "--fsize=5000"])
     job.gives(3, "rank ./2: .*File too large", "what was committed before is safe")
     assert "stuck" not in job.text and "waited" not in job.text, job.text
 

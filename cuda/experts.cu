@@ -534,7 +534,7 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
            ids->cols <= WARP);
     assert(e->gate_up.type == BF16 && e->down.type == BF16 && e->count <= SUM_TREE_EXPERTS);
     assert(e->gate_up.cols == hidden && e->down.cols == inner && y->cols == hidden);
-    assert(edges * hidden <= (hidden % 8 ? 1 : 4) * (int64_t)UINT32_MAX && x->rows * x->ld <= 8 * (int64_t)UINT32_MAX);
+    assert((double)(edges * hidden) <= experts_most(hidden) && x->rows * x->ld <= 8 * (int64_t)UINT32_MAX);
     if (ids->rows == 0)
         return OK;
     bool hopper = cuda_is_hopper(c);

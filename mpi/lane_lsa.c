@@ -36,16 +36,6 @@ static size_t take(size_t *at, size_t bytes)
     return here;
 }
 
-static int most_units(const sum_tree *t)
-{
-    int most = 0;
-    for (int r = 0; r < t->ranks; r++) {
-        int units = t->rank_unit[r + 1] - t->rank_unit[r];
-        most = units > most ? units : most;
-    }
-    return most;
-}
-
 static size_t lay_window(lsa *m, const lane_rule *rule, int push_blocks)
 {
     size_t at = 0, size = (size_t)rule->tree->ranks, rows = size * (size_t)rule->max_rows, h = (size_t)rule->hidden;
@@ -56,7 +46,7 @@ static size_t lay_window(lsa *m, const lane_rule *rule, int push_blocks)
     m->x = take(&at, rows * h * dtype_bytes(BF16));
     m->ids = take(&at, rows * k * sizeof(int32_t));
     m->weights = take(&at, rows * k * sizeof(float));
-    m->pitch = (size_t)rule->max_rows * (size_t)most_units(rule->tree) * h * sizeof(float);
+    m->pitch = (size_t)rule->max_rows * (size_t)sum_tree_most_units(rule->tree) * h * sizeof(float);
     m->sums = take(&at, size * m->pitch);
     return at;
 }
@@ -280,7 +270,7 @@ status lsa_open(lane **out, const lane_rule *rule, backend *b, int rank, char *c
     m->units = t->rank_unit[rank + 1] - t->rank_unit[rank];
     m->shards = t->shards;
     m->max_rows = (int32_t)rule->max_rows;
-    m->kinds = most_units(t) > 1 ? LSA_KINDS : 1;
+    m->kinds = sum_tree_most_units(t) > 1 ? LSA_KINDS : 1;
     m->levels = levels_of(t, 0, t->shards);
     m->half = rule->combine == BF16;
     m->patience = (uint64_t)(patience * 1e9);

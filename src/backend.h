@@ -159,6 +159,13 @@ typedef struct expert_set {
     const sums_away *away; /* NULL: the sums go to y */
 } expert_set;
 
+/* Edges times H that the CUDA `experts` takes at most at once: it numbers them in 32 bits, four columns together, or
+ * one where H is no multiple of eight. */
+static inline double experts_most(int64_t hidden)
+{
+    return (hidden % 8 ? 1.0 : 4.0) * (double)UINT32_MAX;
+}
+
 typedef struct head_best { /* of one live row */
     int32_t id;           /* argmax of the logits, the mask id never chosen; ties: the lower id */
     float probability;    /* of id: fp32 softmax over the whole vocabulary, the mask id included */

@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <getopt.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,27 +14,13 @@
 enum { BLOCK = 32 };
 /* Bytes, as measured on two H200s with NCCL 2.28.3 on 2026-11-30. FIXED: context and kernels, staging. JOINED: two
  * communicators of one channel, and what a window takes beside its memory. SENDS: all channels in place of one, and the
- * kernels of the first send; then CHANNELS to each other rank. OLD_WAY: more, where
- * NCCL_CUMEM_ENABLE is 0. */
+ * kernels of the first send; then CHANNELS to each other rank. OLD_WAY: more, where NCCL_CUMEM_ENABLE is 0. */
 static const double FIXED = 0.66e9, JOINED = 0.25e9, SENDS = 0.42e9, CHANNELS = 0.40e9, OLD_WAY = 0.36e9;
-
-static double at_most(double n, double most)
-{
-    return n < most ? n : most;
-}
-
-static double at_least(double n, double least)
-{
-    return n > least ? n : least;
-}
 
 /* The windows of mpi/lane_lsa.c, without what is a few KB. */
 static double window_bytes(const model_config *c, const sum_tree *t, double rows)
 {
-    int32_t units = 0;
-    for (int r = 0; r < t->ranks; r++)
-        units = t->rank_unit[r + 1] - t->rank_unit[r] > units ? t->rank_unit[r + 1] - t->rank_unit[r] : units;
-    return t->ranks * rows * (2.0 * c->hidden + 8.0 * c->top_k + 4.0 * units * c->hidden);
+    return t->ranks * rows * (2.0 * c->hidden + 8.0 * c->top_k + 4.0 * sum_tree_most_units(t) * c->hidden);
 }
 
 /* The layouts of the other lanes, likewise. */
@@ -44,9 +31,9 @@ static double lane_bytes(const model_config *c, const sum_tree *t, double rows, 
     double y = t->ranks * rows * units * h;
     if (t->ranks == 1)
         return y;
-    double packed = rows * at_most(c->top_k, others) * row, arrived = t->ranks * rows * row,
-           partials = rows * at_most(c->top_k, there) * h,
-           back = units > 1 ? others * rows * at_most(units, c->top_k) * h : 0;
+    double packed = rows * fmin(c->top_k, others) * row, arrived = t->ranks * rows * row,
+           partials = rows * fmin(c->top_k, there) * h,
+           back = units > 1 ? others * rows * fmin(units, c->top_k) * h : 0;
     return packed + arrived + y + partials + back;
 }
 
@@ -56,7 +43,7 @@ static double scratch_bytes(const model_config *c, const executor_rule *r, doubl
 {
     double edges = rows * ranks * c->top_k, live = (double)r->slot_count * r->block.block_size;
     double experts = edges * (2.0 * (c->expert_inner + c->hidden) + 12), head = live * ((c->vocab + 255) / 256) * 16;
-    return experts > head ? experts : head;
+    return fmax(experts, head);
 }
 
 static bool old_way(void)
@@ -83,7 +70,7 @@ void memory_of(memory_plan *out, const model_config *c, const executor_rule *r, 
     if (way->transport != TRANSPORT_LSA)
         out->lane = lane_bytes(c, tree, rows, way->activation);
     if (gpu && (way->transport == TRANSPORT_LSA || (way->transport == TRANSPORT_AUTO && tree->ranks > 1)))
-        out->lane = at_least(out->lane, window_bytes(c, tree, rows));
+        out->lane = fmax(out->lane, window_bytes(c, tree, rows));
     bool joins = gpu && (named || tree->ranks > 1);
     if (joins)
         out->joined = JOINED;
@@ -128,12 +115,12 @@ out:
     return st;
 }
 
-/* The CUDA experts number what they compute in 32 bits: the elements of every edge that may arrive at once. */
+/* Of every edge that may arrive at once. */
 static bool edges_fit(const model_config *c, int32_t sequences, const memory_ask *o)
 {
     double rows = (2.0 * sequences + o->prefill_blocks) * (c->block_size ? c->block_size : BLOCK);
     return o->activation != BF16 ||
-           rows * o->ranks * c->top_k * c->hidden <= (c->hidden % 8 ? 1.0 : 4.0) * (double)UINT32_MAX;
+           rows * o->ranks * c->top_k * c->hidden <= experts_most(c->hidden);
 }
 
 status memory_largest_batch(int32_t *out, const model_config *c, const memory_ask *o)

@@ -79,16 +79,15 @@ static status open_self(lane **out, const transport_ask *a, const lane_rule *r, 
 /* What stands against lsa is no error: it is kept, and rows go by nccl. */
 static status choose(transport_ask *a, const lane_rule *r, world *w, backend *b, nccl_comm *n)
 {
-    status st = OK;
-    st = lane_lsa_try(r, b, w, n);
+    status st = lane_lsa_try(r, b, w, n);
     if (st != OK && st != BAD_INPUT)
-        goto out;
+        return st;
     a->settled = true;
     a->transport = st == OK ? TRANSPORT_LSA : TRANSPORT_NCCL;
-    if (st != OK) /* of ranks that give different reasons, the first */
+    if (st != OK) { /* of ranks that give different reasons, the first */
         snprintf(a->against, sizeof a->against, "%.*s", (int)strcspn(status_message(), "\n"), status_message());
-    st = st == OK ? OK : nccl_widen(n);
-out:
+        st = nccl_widen(n);
+    }
     return st;
 }
 
@@ -159,12 +158,12 @@ static double patience(const transport_ask *a)
     return a->timeout > 0 ? 5 * a->timeout + 5 : FOR_EVER;
 }
 
-/* The CUDA experts number in 32 bits what they compute: four columns, or one, of every edge that may arrive. */
+/* Of every edge that may arrive. */
 static status check_edges(const lane_rule *r)
 {
     status st = OK;
     double edges = (double)r->max_rows * r->tree->ranks * r->top_k;
-    if (edges * r->hidden > (r->hidden % 8 ? 1.0 : 4.0) * (double)UINT32_MAX)
+    if (edges * r->hidden > experts_most(r->hidden))
         FAIL(BAD_INPUT, "%lld rows from each of %d ranks are more than the experts can take at once: lower --batch or "
              "--prefill-blocks", (long long)r->max_rows, r->tree->ranks);
 out:

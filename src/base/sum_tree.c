@@ -73,6 +73,16 @@ out:
     return st;
 }
 
+int sum_tree_most_units(const sum_tree *t)
+{
+    int most = 0;
+    for (int r = 0; r < t->ranks; r++) {
+        int units = t->rank_unit[r + 1] - t->rank_unit[r];
+        most = units > most ? units : most;
+    }
+    return most;
+}
+
 void sum_tree_close(sum_tree *t)
 {
     if (!t)

@@ -37,6 +37,8 @@ typedef struct sum_tree {
  */
 status sum_tree_open(sum_tree **out, int experts, int n_group, int ranks);
 void sum_tree_close(sum_tree *t);
+/* Units of the rank that has most. */
+int sum_tree_most_units(const sum_tree *t);
 
 /* y[0..n) = the sum of the present terms of expert range or unit range, in the tree's order.
  * sum_tree_fold: over all units; term[u] is unit u's row of n floats, or NULL if absent.

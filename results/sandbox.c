@@ -374,7 +374,7 @@ static _Noreturn void supervise(const sandbox *s, const job *j, int input, int r
         double left;
         while (!(ended = waitpid(program, &wait_status, WNOHANG) == program) &&
                (left = start + s->rule.wall_seconds - clock_seconds()) > 0) {
-            struct timespec t = {(time_t)left, (long)((left - (double)(time_t)left) * 1e9)};
+            struct timespec t = clock_span(left);
             sigtimedwait(&child_ends, NULL, &t);
         }
         r.seconds = clock_seconds() - start;

@@ -1,9 +1,10 @@
 #include "src/watch.h"
 
+#include "src/base/clock.h"
+
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 /* How often --timeout a stage may take without a sign: loading and publishing show few. */
@@ -52,9 +53,9 @@ static double tick(const watch *h)
 static void take_down(void *with)
 {
     const watch *h = with;
-    double more = 1.2 * tick(h);
+    struct timespec more = clock_span(1.2 * tick(h));
     if (h->folder)
-        nanosleep(&(struct timespec){(time_t)more, (long)((more - (double)(time_t)more) * 1e9)}, NULL);
+        nanosleep(&more, NULL);
     watch_sweep(h);
     h->world->abort(h->world, FAILED);
 }

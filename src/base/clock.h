@@ -11,4 +11,10 @@ static inline double clock_seconds(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* So many seconds, at least 0, as what sleeps wants them. */
+static inline struct timespec clock_span(double seconds)
+{
+    return (struct timespec){(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+}
+
 #endif

@@ -1,9 +1,10 @@
 #include "src/base/fault.h"
 
+#include "src/base/clock.h"
+
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 /* What stands behind "POINT:" in that variable, NULL where it is about another point. */
@@ -20,8 +21,8 @@ void fault_point(const char *point)
     const char *delay = about("EPOCH_FAULT_DELAY", point), *who = about("EPOCH_FAULT", point),
                *rank = getenv("OMPI_COMM_WORLD_RANK");
     if (delay) {
-        double seconds = strtod(delay, NULL);
-        nanosleep(&(struct timespec){(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)}, NULL);
+        struct timespec t = clock_span(strtod(delay, NULL));
+        nanosleep(&t, NULL);
     }
     if (!who)
         return;

@@ -203,7 +203,7 @@ static void compose(watchdog *w)
 
 static void pause_for(double seconds)
 {
-    struct timespec t = {.tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    struct timespec t = clock_span(seconds);
     while (nanosleep(&t, &t) != 0 && errno == EINTR)
         ;
 }

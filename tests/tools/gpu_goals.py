@@ -7,23 +7,15 @@ import pathlib
 import re
 import sys
 
-import h5py
+from scale_table import lane_share, rows
 
 folder = pathlib.Path(sys.argv[1])
 
 
-def rows(name):
+def by_batch(name):
     """Rows of a benchmark by sequences a GPU."""
-    found = {}
-    if (folder / name).exists():
-        with h5py.File(folder / name) as f:
-            table = {column: data[:] for column, data in f["bench"].items()}
-            phases = [p.decode() for p in table.pop("phase_names")]
-            for i, batch in enumerate(table["batch"]):
-                row = {column: data[i] for column, data in table.items()}
-                row["phase"] = dict(zip(phases, row.pop("phase_ms")))
-                found[int(batch) // int(f.attrs["ranks"])] = row
-    return found
+    path = folder / name
+    return {int(row["batch"]) // row["ranks"]: row for row in rows(path)} if path.exists() else {}
 
 
 def judge(what, goal, at_least, measured):
@@ -35,11 +27,6 @@ def judge(what, goal, at_least, measured):
     met = value >= goal if at_least else value <= goal
     found = "not measured" if math.isnan(value) else f"measured {value:.2f}; {'met' if met else 'missed'}"
     print(f"goal {what}: {'at least' if at_least else 'at most'} {goal:g}; {found}")
-
-
-def lane_share(row):
-    """Of all phases of the same pass, in percent, as `epoch bench` prints it."""
-    return 100 * (row["phase"]["dispatch"] + row["phase"]["combine"]) / sum(row["phase"].values())
 
 
 def lanes():
@@ -55,7 +42,7 @@ def lanes():
     return took, rate
 
 
-one, lsa, flash = (rows(f"gpus-{name}.h5") for name in ("one", "lsa", "flash"))
+one, lsa, flash = (by_batch(f"gpus-{name}.h5") for name in ("one", "lsa", "flash"))
 took, rate = lanes()
 judge("tokens/s of two GPUs, times those of one, 256 sequences a GPU", 1.85, True, lambda: 2 * one[256]["ms"] / lsa[256]["ms"])
 judge("% of an iteration in dispatch and combine by lsa, 1 sequence a GPU", 12, False, lambda: lane_share(lsa[1]))

@@ -30,6 +30,11 @@ def cell(value, digits, width):
     return f"{'-' if value is None or numpy.isnan(value) else f'{value:.{digits}f}':>{width}}"
 
 
+def lane_share(row):
+    """Dispatch and combine of all phases of the same pass, in percent, as `epoch bench` prints it."""
+    return 100 * (row["phase"]["dispatch"] + row["phase"]["combine"]) / sum(row["phase"].values())
+
+
 def line(row, alone):
     there, back = row["phase"]["dispatch"], row["phase"]["combine"]
     several, ranks = row["ranks"] > 1, row["ranks"]
@@ -38,7 +43,7 @@ def line(row, alone):
         f"{row['shape']:12} {row['mode']:8} {ranks:5} {row['transport']:>9} {row['batch']:6} {row['batch'] // ranks:7}",
         cell(row["ms"], 3, 9), cell(row["floor_ms"], 3, 9), cell(row["percent"], 1, 6), cell(row["tokens_per_second"], 0, 9),
         cell(row["tokens_per_second"] / ranks / one if several and one else None, 2, 8),
-        cell(100 * (there + back) / sum(row["phase"].values()) if several else None, 1, 7),
+        cell(lane_share(row) if several else None, 1, 7),
         cell(row["dispatched"] / ranks / there / 1e6 if several and there > 0 else None, 1, 9),
         cell(row["combined"] / ranks / back / 1e6 if several and back > 0 else None, 1, 9),
         cell(row["ratio"], 2, 7), cell(100 * row["ratio"] / row["floor_ratio"], 0, 5)))

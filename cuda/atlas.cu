@@ -138,9 +138,7 @@ static __global__ void __launch_bounds__(warps<N>::THREADS) test_kernel(const __
     int32_t before = -1, after = INT32_MAX;
     packed_row of = {};
     auto divide = [&] {
-        int n = (int)used_rows_early(b.in.fresh), all = (int)gridDim.x * warps<N>::COUNT, each = (n + all - 1) / all;
-        from = ((int)blockIdx.x * warps<N>::COUNT + warp) * each;
-        to = from + each < n ? from + each : n;
+        int n = deal_rows(b.in.fresh, warps<N>::COUNT, from, to);
         if (from >= to)
             return;
         of = packed_row_at(b.in, b.s, b.k, from);

@@ -23,6 +23,16 @@ typedef struct packed_row {
     bool sealing, counts;
 } packed_row;
 
+/* Packed rows are dealt to the grid's warps, `count` a block, in runs of one length: this warp's are [from, to). How
+ * many rows there are. Loads come past L1, as below. */
+static __device__ __forceinline__ int deal_rows(const tensor &fresh, int count, int &from, int &to)
+{
+    int n = (int)used_rows_early(fresh), all = (int)gridDim.x * count, each = (n + all - 1) / all;
+    from = ((int)blockIdx.x * count + (int)(threadIdx.x / WARP)) * each;
+    to = from + each < n ? from + each : n;
+    return n;
+}
+
 /* Packed row i. All loads come past L1: the kernels of a layer ask for their first row before after_previous(). */
 static __device__ __forceinline__ packed_row packed_row_at(const batch &in, const slots &s, const block_rule &k,
                                                            int64_t i)

@@ -62,9 +62,7 @@ static __global__ void __launch_bounds__(warps<N>::THREADS) route_kernel(const _
     int from = 0, to = 0;
     packed_row of = {};
     auto divide = [&] {
-        int n = (int)used_rows_early(a.in.fresh), all = (int)gridDim.x * warps<N>::COUNT, each = (n + all - 1) / all;
-        from = ((int)blockIdx.x * warps<N>::COUNT + warp) * each;
-        to = from + each < n ? from + each : n;
+        deal_rows(a.in.fresh, warps<N>::COUNT, from, to);
         if (from < to)
             of = packed_row_at(a.in, a.s, a.k, from);
     };

@@ -583,6 +583,56 @@ static void test_absent_rank(void **state)
     }
 }
 
+/* More ranks than a warp has lanes, of which one is there: what it leaves in the windows of all. */
+static void test_many_ranks(void **state)
+{
+    (void)state;
+    enum { RANKS = 40, ROWS = 50, RANK = 1 };
+    fleet f = {.hidden = 128, .inner = 64};
+    char *window[RANKS];
+    lane_load in;
+    lane *l;
+    sum_tree *many;
+    open_fleet(&f, 1, 64, 1, 8, 64, F32, &FEW, 10);
+    rig *g = &f.rig[0];
+    lane_rule rule = f.rule;
+    must(sum_tree_open(&many, 64, 1, RANKS));
+    rule.tree = many;
+    for (int r = 0; r < RANKS; r++)
+        must(g->b->reserve(g->b, (void **)&window[r], lsa_window_bytes(&rule)));
+    must(lsa_open(&l, &rule, g->b, RANK, window, &FEW, .05));
+    fill(&f, g, ROWS, -1);
+    put(&f, g);
+    must(l->dispatch(l, &in, &g->x, &g->ids, &g->weights));
+    sync_all(&f);
+    expect(l, "the GPU waited 0.05 s for the rows of rank ");
+    uint16_t *x = malloc((size_t)(ROWS * RANKS * f.hidden) * sizeof *x), *zero = calloc((size_t)f.hidden, sizeof *zero);
+    int32_t *ids = malloc((size_t)(ROWS * RANKS * f.top_k) * sizeof *ids);
+    for (int r = 0; r < RANKS; r++) {
+        tensor x_there = at(window[r], (size_t)((char *)in.x.data - window[RANK]), BF16, ROWS * RANKS, f.hidden);
+        tensor ids_there = at(window[r], (size_t)((char *)in.ids.data - window[RANK]), I32, ROWS * RANKS, f.top_k);
+        must(g->b->download(g->b, x, &x_there));
+        must(g->b->download(g->b, ids, &ids_there));
+        for (int i = 0; i < ROWS; i++) {
+            int place = i * RANKS + RANK;
+            bool goes = false;
+            for (int j = 0; j < f.top_k && g->ids_host[i * f.top_k + j] >= 0; j++)
+                goes |= many->rank_of[g->ids_host[i * f.top_k + j]] == r;
+            assert_memory_equal(ids + place * f.top_k, g->ids_host + i * f.top_k, (size_t)f.top_k * sizeof *ids);
+            assert_memory_equal(x + place * f.hidden, goes ? g->x_host + i * f.hidden : zero,
+                                (size_t)f.hidden * sizeof *x);
+        }
+    }
+    free(x);
+    free(zero);
+    free(ids);
+    l->close(l);
+    for (int r = 0; r < RANKS; r++)
+        g->b->release(g->b, window[r]);
+    sum_tree_close(many);
+    close_fleet(&f);
+}
+
 static void test_refusals(void **state)
 {
     (void)state;
@@ -788,7 +838,8 @@ int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_round_trips), cmocka_unit_test(test_hidden_sizes), cmocka_unit_test(test_replays),
-        cmocka_unit_test(test_nccl_windows), cmocka_unit_test(test_absent_rank), cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_nccl_windows), cmocka_unit_test(test_absent_rank), cmocka_unit_test(test_many_ranks),
+        cmocka_unit_test(test_refusals),
     };
     const struct CMUnitTest joint[] = {
         cmocka_unit_test(test_round_trips), cmocka_unit_test(test_hidden_sizes), cmocka_unit_test(test_replays),

@@ -60,7 +60,9 @@ static __device__ __forceinline__ uint64_t nanoseconds()
     return t;
 }
 
-static __device__ void complain(const lsa &m, lsa_what what, int rank, int32_t found, int32_t wanted, uint32_t epoch)
+/* Not where it is called: what it holds in registers would be room that waiting and sending need. */
+static __device__ __noinline__ void complain(const lsa &m, lsa_what what, int rank, int32_t found, int32_t wanted,
+                                             uint32_t epoch)
 {
     if (atomicCAS(m.broken, 0, 1) != 0)
         return;

@@ -9,7 +9,7 @@
 #include "cuda/stream.cuh"
 
 typedef struct worklist {
-    int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8) */
+    int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8), turns taken by sums */
     int4 *tile;        /* expert of this rank, first place, places */
     int32_t *token_at; /* [places] */
     float *factor_at;  /* [places]: the edge's weight */
@@ -138,6 +138,7 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
         if (me == SORT_THREADS - 1) {
             w.head[0] = tile + tiles;
             w.head[1] = widest;
+            w.head[2] = 0;
         }
     }
     __syncthreads();
@@ -410,7 +411,8 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
     }
 }
 
-/* Many tokens: the same sums by stream.cuh, a piece of a token's row an item. No away.pieces: to y. */
+/* Many tokens: the same sums by stream.cuh, a piece of a token's row an item, in turns, since a sum that goes to another
+ * GPU takes longer. No away.pieces: to y. */
 enum { SUM_MANY = 1024, SUM_SLOT = STREAM_COLUMNS * (int)sizeof(bf16) };
 
 template <int LEVELS>
@@ -458,7 +460,7 @@ static __global__ void __launch_bounds__(STREAM_THREADS, LEVELS > 3 ? 1 : 2)
         t.to = rows.data + (at_row * hidden + col) * (rows.half ? 2 : 4);
         return t;
     };
-    stream_sums<LEVELS, SUM_SLOT>(room, items, edges, find, [] { return true; });
+    stream_sums<LEVELS, SUM_SLOT>(room, items, edges, &w.head[2], find, [] { return true; });
 }
 
 template <int LEVELS>
@@ -542,7 +544,7 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
                  e->gate_up.ld % 8 == 0 && e->down.ld % 8 == 0;
     int most = boxes ? (int)GEMM_TOKENS : (int)PLAIN;
     size_t bytes = 0, tiles = (size_t)(e->count + edges / most + 1);
-    size_t at_head = take(&bytes, 2 * sizeof(int32_t)), at_tile = take(&bytes, tiles * sizeof(int4));
+    size_t at_head = take(&bytes, 3 * sizeof(int32_t)), at_tile = take(&bytes, tiles * sizeof(int4));
     size_t at_token = take(&bytes, (size_t)edges * sizeof(int32_t)),
            at_factor = take(&bytes, (size_t)edges * sizeof(float)),
            at_counted = take(&bytes, (size_t)(SORT_BLOCKS * e->count) * sizeof(int32_t)),

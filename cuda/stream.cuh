@@ -84,10 +84,12 @@ template <int SLOT> static __device__ __forceinline__ void stream_open(uint8_t *
 }
 
 /* One warp. find(item, j, group): the term of lane j of an item, which has the lanes `group`; begin(): false where
- * nothing is to be summed. Both are called by all lanes, the terms of the first items are found before begin(). */
+ * nothing is to be summed. Both are called by all lanes, the terms of the first items are found before begin(). *taken:
+ * zero before; a block whose first items are under way takes a turn, as many items as the warp has lanes for. NULL:
+ * every block has its share. */
 template <int SLOT, class FIND, class BEGIN>
-static __device__ __forceinline__ void stream_feed(uint8_t *room, int items, int terms, const FIND &find,
-                                                   const BEGIN &begin)
+static __device__ __forceinline__ void stream_feed(uint8_t *room, int items, int terms, int32_t *taken,
+                                                   const FIND &find, const BEGIN &begin)
 {
     constexpr uint32_t SLOTS = STREAM_RING / SLOT;
     uint32_t ring = shared_at(room), full = shared_at(room + STREAM_AT_BARRIERS), empty = full + 8 * SLOTS, filled = 0;
@@ -100,6 +102,7 @@ static __device__ __forceinline__ void stream_feed(uint8_t *room, int items, int
         first = items;
     meet(STREAM_BEGUN, STREAM_THREADS);
     while (first < items) {
+        int next = taken && lane == 0 ? atomicAdd(taken, 1) : 0; /* looked at behind what this turn asks for */
         uint32_t those = __ballot_sync(EVERY_LANE, t.cols > 0);
         uint32_t n = filled + (uint32_t)__popc(those & ((1u << lane) - 1)), stage = n % SLOTS;
         for (int turn = 0; turn < WARP; turn += lanes) { /* an item's terms all fit into the ring */
@@ -118,7 +121,7 @@ static __device__ __forceinline__ void stream_feed(uint8_t *room, int items, int
             __syncwarp();
         }
         filled += (uint32_t)__popc(those);
-        first += step;
+        first = taken ? ((int)gridDim.x + __shfl_sync(EVERY_LANE, next, 0)) * each : first + step;
         t = find(first + lane / lanes, j, group);
     }
     if (lane == 0) {
@@ -190,12 +193,12 @@ template <int LEVELS, int SLOT> static __device__ __forceinline__ void stream_ad
 
 /* All threads of the block, behind stream_open. SLOT: bytes of a term's columns, at most. */
 template <int LEVELS, int SLOT, class FIND, class BEGIN>
-static __device__ __forceinline__ void stream_sums(uint8_t *room, int items, int terms, const FIND &find,
-                                                   const BEGIN &begin)
+static __device__ __forceinline__ void stream_sums(uint8_t *room, int items, int terms, int32_t *taken,
+                                                   const FIND &find, const BEGIN &begin)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (__shfl_sync(EVERY_LANE, (int)threadIdx.x / WARP, 0) == STREAM_WARPS) { /* seen to be one for all lanes */
-        stream_feed<SLOT>(room, items, terms, find, begin);
+        stream_feed<SLOT>(room, items, terms, taken, find, begin);
     } else {
         stream_add<LEVELS, SLOT>(room);
     }

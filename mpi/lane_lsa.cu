@@ -496,7 +496,7 @@ static __global__ void __launch_bounds__(STREAM_THREADS, LEVELS > 3 ? 1 : 2)
         fence_seen();
         return __all_sync(EVERY_LANE, fine) != 0;
     };
-    stream_sums<LEVELS, FOLD_SLOT>(room, items, m.top_k, find, begin);
+    stream_sums<LEVELS, FOLD_SLOT>(room, items, m.top_k, NULL, find, begin);
     if (lane == 0) {
         count_up(m, LSA_MERGED, rows);
         count_up(m, LSA_SUMS_RECEIVED, sums);

@@ -270,8 +270,8 @@ static __global__ void __launch_bounds__(FEW_THREADS)
         for (int i = me; i < here * CHUNKS; i += 128) {
             int token = i / CHUNKS, chunk = i % CHUNKS, place = GATED ? chunk ^ (token >> 1 & 3) : chunk ^ (token & 7);
             if (chunk < wide)
-                *(uint4 *)(y + token * op.y.ld + chunk * 8) =
-                    shared_load16(out + (uint32_t)(token * CHUNKS * 16 + (place << 4)));
+                global_store16(y + token * op.y.ld + chunk * 8,
+                               shared_load16(out + (uint32_t)(token * CHUNKS * 16 + (place << 4))));
         }
     }
 #else

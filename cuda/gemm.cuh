@@ -374,8 +374,8 @@ static __device__ __forceinline__ void gemm_boxes_out(const gemm_tile &tile, int
     int token = (tile.rows & ~7) + me / CHUNKS, chunk = me % CHUNKS;
     if (token < tile.rows) {
         int place = ROW == TILE_ROW ? chunk ^ (token & 7) : chunk ^ (token >> 1 & 3);
-        *(uint4 *)(y + (tile.first + token) * ldy + column + chunk * 8) =
-            shared_load16(room + (uint32_t)(token * ROW + (place << 4)));
+        global_store16(y + (tile.first + token) * ldy + column + chunk * 8,
+                       shared_load16(room + (uint32_t)(token * ROW + (place << 4))));
     }
 }
 
@@ -430,8 +430,8 @@ static __device__ __forceinline__ void gemm_rows_out(const float (&acc)[GEMM_TOK
         for (int i = 0; i < 4; i++) {
             int token = (me >> 3) + 16 * i;
             if (8 * j + token < tile.rows && chunk * 8 < tile.outs)
-                *(uint4 *)(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8) =
-                    shared_load16(half + (uint32_t)(token * TILE_ROW + ((chunk ^ (token & 7)) << 4)));
+                global_store16(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8,
+                               shared_load16(half + (uint32_t)(token * TILE_ROW + ((chunk ^ (token & 7)) << 4))));
         }
     }
     meet(2 + side, 128); /* the room may be written again */
@@ -487,8 +487,8 @@ static __device__ __forceinline__ void gemm_gated_out(const float (&acc)[GEMM_TO
         for (int i = 0; i < 2; i++) {
             int token = (me >> 2) + 32 * i;
             if (8 * j + token < tile.rows && chunk * 16 < tile.outs)
-                *(uint4 *)(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8) =
-                    shared_load16(half + (uint32_t)(token * ROW + ((chunk ^ (token >> 1 & 3)) << 4)));
+                global_store16(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8,
+                               shared_load16(half + (uint32_t)(token * ROW + ((chunk ^ (token >> 1 & 3)) << 4))));
         }
     }
     meet(2 + side, 128); /* the room may be written again */

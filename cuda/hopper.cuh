@@ -458,6 +458,13 @@ static __device__ __forceinline__ float2 shared_load8(uint32_t at)
     return v;
 }
 
+/* 16 bytes in one store, which the compiler may make four of. */
+static __device__ __forceinline__ void global_store16(void *to, uint4 v)
+{
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
 static __device__ __forceinline__ uint4 shared_load16(uint32_t at)
 {
     uint4 v;

@@ -74,7 +74,7 @@ typedef struct gemm_tile {
 } gemm_tile;
 
 /* The width of the instruction for so many tokens. */
-static __device__ __forceinline__ int gemm_width(int rows)
+static __host__ __device__ __forceinline__ int gemm_width(int rows)
 {
     return rows <= 8 ? 8 : (rows + 15) & ~15;
 }
@@ -398,24 +398,13 @@ static __device__ __forceinline__ void gemm_put_rows(const float (&acc)[GEMM_TOK
     store_across(to + (uint32_t)(token * TILE_ROW + ((chunk ^ (token & 7)) << 4)), v[0], v[1], v[2], v[3]);
 }
 
-/* The way out of a box's outs by tile.rows tokens as they are, to y(first + token) + column. A narrow box's: 64 tokens
- * at a time, each half of some room in turn. */
+/* The way out of a box of any size by tile.rows tokens, to y(first + token) + column, by hand: 64 tokens at a time,
+ * each half of some room in turn. */
 template <class WITH>
-static __device__ __forceinline__ void gemm_rows_out(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
-                                                     int side, uint32_t room, const gemm_maps &maps, bf16 *y,
-                                                     int64_t ldy, int column, const WITH &with)
+static __device__ __forceinline__ void gemm_rows_by_hand(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
+                                                         int side, uint32_t room, bf16 *y, int64_t ldy, int column,
+                                                         const WITH &with)
 {
-    if (tile.outs == 64) {
-        gemm_boxes_out<TILE_ROW>(tile, side, room, maps, y, ldy, column, [&]() {
-#pragma unroll
-            for (int j = 0; j < GEMM_TOKENS / 8; j += 2) {
-                if (8 * j >= tile.rows)
-                    break;
-                gemm_put_rows(acc, j, room + (uint32_t)(8 * j * TILE_ROW), with);
-            }
-        });
-        return;
-    }
     const int me = (int)threadIdx.x % 128, chunk = me & 7;
 #pragma unroll
     for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
@@ -437,6 +426,27 @@ static __device__ __forceinline__ void gemm_rows_out(const float (&acc)[GEMM_TOK
     meet(2 + side, 128); /* the room may be written again */
 }
 
+/* The way out of a box's outs by tile.rows tokens as they are, to y(first + token) + column. A narrow box's: by
+ * hand. */
+template <class WITH>
+static __device__ __forceinline__ void gemm_rows_out(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
+                                                     int side, uint32_t room, const gemm_maps &maps, bf16 *y,
+                                                     int64_t ldy, int column, const WITH &with)
+{
+    if (tile.outs == 64) {
+        gemm_boxes_out<TILE_ROW>(tile, side, room, maps, y, ldy, column, [&]() {
+#pragma unroll
+            for (int j = 0; j < GEMM_TOKENS / 8; j += 2) {
+                if (8 * j >= tile.rows)
+                    break;
+                gemm_put_rows(acc, j, room + (uint32_t)(8 * j * TILE_ROW), with);
+            }
+        });
+        return;
+    }
+    gemm_rows_by_hand(acc, tile, side, room, y, ldy, column, with);
+}
+
 static __device__ __forceinline__ float silu(float x)
 {
     return __fdividef(x, 1.0f + __expf(-x));
@@ -454,6 +464,31 @@ static __device__ __forceinline__ void gemm_put_gated(const float (&acc)[GEMM_TO
     }
     int token = 8 * (lane / 8) + lane % 8;
     store_across(to + (uint32_t)(token * 64 + ((warp ^ (token >> 1 & 3)) << 4)), v[0], v[1], v[2], v[3]);
+}
+
+/* As gemm_gated_out, of a box of any size, by hand. */
+static __device__ __forceinline__ void gemm_gated_by_hand(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
+                                                          int side, uint32_t room, bf16 *y, int64_t ldy, int column)
+{
+    enum { ROW = 64 };
+    const int me = (int)threadIdx.x % 128, chunk = me & 3;
+#pragma unroll
+    for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
+        if (8 * j >= tile.rows)
+            break;
+        uint32_t half = room + (uint32_t)((j / 8 & 1) * 64 * ROW);
+        gemm_put_gated(acc, j, half);
+        gemm_put_gated(acc, j + 4, half + 32 * ROW);
+        meet(2 + side, 128);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int token = (me >> 2) + 32 * i;
+            if (8 * j + token < tile.rows && chunk * 16 < tile.outs)
+                global_store16(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8,
+                               shared_load16(half + (uint32_t)(token * ROW + ((chunk ^ (token >> 1 & 3)) << 4))));
+        }
+    }
+    meet(2 + side, 128); /* the room may be written again */
 }
 
 /* The way out of a box that holds eight rows of gate, the eight of up that belong to them, and so on, so that a
@@ -474,24 +509,7 @@ static __device__ __forceinline__ void gemm_gated_out(const float (&acc)[GEMM_TO
         });
         return;
     }
-    const int me = (int)threadIdx.x % 128, chunk = me & 3;
-#pragma unroll
-    for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
-        if (8 * j >= tile.rows)
-            break;
-        uint32_t half = room + (uint32_t)((j / 8 & 1) * 64 * ROW);
-        gemm_put_gated(acc, j, half);
-        gemm_put_gated(acc, j + 4, half + 32 * ROW);
-        meet(2 + side, 128);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int token = (me >> 2) + 32 * i;
-            if (8 * j + token < tile.rows && chunk * 16 < tile.outs)
-                global_store16(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8,
-                               shared_load16(half + (uint32_t)(token * ROW + ((chunk ^ (token >> 1 & 3)) << 4))));
-        }
-    }
-    meet(2 + side, 128); /* the room may be written again */
+    gemm_gated_by_hand(acc, tile, side, room, y, ldy, column);
 }
 
 #endif

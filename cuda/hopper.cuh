@@ -147,7 +147,14 @@ static __device__ __forceinline__ void copy_bytes(uint32_t to, const void *from,
                  : "memory");
 }
 
-/* Asks for the same box into the L2 cache. */
+/* Asks for a box into the L2 cache. */
+static __device__ __forceinline__ void prefetch_box5(const CUtensorMap *map, int c0, int c1, int c2, int c3, int c4)
+{
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void prefetch_box2(const CUtensorMap *map, int c0, int c1)
 {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1)

@@ -105,13 +105,15 @@ static void test_products(void **state)
 {
     (void)state;
     static const int all[] = {0, 1, 7, 8, 9, 33, 64, 100, 129, 257, 600}, few[] = {1, 32, 100, 600};
-    static const int many[] = {1, 40, 600, 2100};
+    static const int many[] = {1, 40, 600, 2100}, some[] = {190, 256, 290, 544};
     static const int shape[][2] = {{64, 64}, {192, 128}, {320, 256}, {100, 50}, {64, 72}, {37, 64}};
     for (int i = 0; i < 6; i++)
         product_case(shape[i][0], shape[i][1], all, 11, BF16, BF16);
     product_case(256, 256, all, 11, BF16, F32);
     product_case(3072, 2048, few, 4, BF16, BF16); /* narrow boxes among them */
     product_case(2048, 512, many, 4, BF16, BF16);
+    product_case(3072, 256, some, 4, BF16, BF16);
+    product_case(2048, 320, some, 4, BF16, BF16);
     product_case(512, 128, many, 4, BF16, F32);
 }
 
@@ -175,12 +177,12 @@ static void gated_case(int inner, int hidden, const int *row_counts, int counts)
 static void test_gated(void **state)
 {
     (void)state;
-    static const int all[] = {0, 1, 7, 33, 64, 100, 257, 600}, few[] = {1, 32, 600, 1500};
+    static const int all[] = {0, 1, 7, 33, 64, 100, 257, 600}, few[] = {1, 32, 600, 1500, 2600};
     static const int shape[][2] = {{32, 64}, {96, 128}, {160, 256}, {50, 50}, {37, 64}};
     for (int i = 0; i < 5; i++)
         gated_case(shape[i][0], shape[i][1], all, 8);
     gated_case(512, 2048, few, 3);
-    gated_case(512, 256, few, 4);
+    gated_case(512, 256, few, 5);
 }
 
 static void test_router_products(void **state)

@@ -552,7 +552,9 @@ static void test_rotate(void **state)
         {4, 2, 16, 8, 10000, 1e-6f, true, 8},    {2, 1, 64, 64, 600000, 1e-5f, true, 32},
         {3, 3, 128, 64, 600000, 1e-6f, true, 5}, {2, 2, 256, 128, 1e4f, 1e-6f, true, 4},
         {4, 1, 128, 128, 1e4f, 1e-6f, false, 8}, {1, 1, 40, 20, 1e4f, 1e-6f, true, 3},
-        {2, 1, 64, 20, 1e4f, 1e-6f, true, 8}};
+        {2, 1, 64, 20, 1e4f, 1e-6f, true, 8},    {16, 4, 128, 64, 600000, 1e-6f, true, 32},
+        {8, 2, 128, 128, 1e4f, 1e-6f, false, 8}, {8, 4, 64, 32, 1e4f, 1e-6f, true, 5},
+        {4, 2, 128, 64, 1e4f, 1e-6f, true, 1}};
     for (size_t n = 0; n < sizeof rules / sizeof *rules; n++) {
         const attention_rule *r = &rules[n];
         int d = r->head_dim, width = (r->heads + 2 * r->kv_heads) * d, layer = (int)n % LAYERS;
@@ -581,6 +583,53 @@ static void test_rotate(void **state)
         }
         free(qkv.data), free(qn.data), free(kn.data), free(pool.k.data), free(pool.v.data);
         free(have.data), free(k.data), free(v.data);
+        fixture_close(&f);
+        mirror_forget();
+    }
+}
+
+/* Few rows and many are shared out among warps in other ways. */
+static void test_rotate_among_many(void **state)
+{
+    (void)state;
+    enum { SLOTS = 3, BLOCKS = 40, FEW = 4 };
+    static const attention_rule rules[] = {{16, 4, 128, 64, 600000, 1e-6f, true, 32},
+                                           {32, 4, 128, 64, 600000, 1e-6f, true, 32},
+                                           {16, 8, 64, 64, 1e4f, 1e-6f, true, 64},
+                                           {4, 2, 256, 128, 1e4f, 1e-6f, true, 64}};
+    for (size_t n = 0; n < sizeof rules / sizeof *rules; n++) {
+        const attention_rule *r = &rules[n];
+        int size = r->block_size, width = (r->heads + 2 * r->kv_heads) * r->head_dim;
+        fixture f, g;
+        fixture_open(&f, SLOTS, BLOCKS, size);
+        fixture_block blocks[BLOCKS];
+        for (int i = 0; i < BLOCKS; i++)
+            blocks[i] = (fixture_block){i % SLOTS, i, false};
+        tensor qn = fixture_tensor(1, r->head_dim, 1), kn = fixture_tensor(1, r->head_dim, 1);
+        tensor qkv = fixture_tensor(BLOCKS * size, width, 2), have[2], k[2], v[2], gqkv[2];
+        tensor old = fixture_tensor((int64_t)f.page_count * size, r->kv_heads * r->head_dim, 1);
+        tensor gqn = mirror_same(&qn), gkn = mirror_same(&kn);
+        for (int time = 0; time < 2; time++) {
+            kv_pool pool = {.k = mirror(&old), .v = mirror(&old), .page_count = f.page_count};
+            gqkv[time] = mirror(&qkv);
+            for (int first = 0; first < BLOCKS; first += time ? FEW : BLOCKS) {
+                int count = time ? FEW : BLOCKS;
+                tensor part = tensor_rows(&gqkv[time], (int64_t)first * size, (int64_t)count * size);
+                fixture_batch(&f, blocks + first, count, true);
+                mirror_fixture(&g, &f);
+                must_be(both.gpu->rotate(both.gpu, &part, &pool, 0, &gqn, &gkn, &g.in, &g.s, r));
+            }
+            have[time] = fixture_tensor(qkv.rows, width, 1);
+            k[time] = fixture_tensor(old.rows, old.cols, 1), v[time] = fixture_tensor(old.rows, old.cols, 1);
+            mirror_read(&have[time], &gqkv[time]), mirror_read(&k[time], &pool.k), mirror_read(&v[time], &pool.v);
+        }
+        for (int64_t i = 0; i < qkv.rows; i++)
+            assert_true(same_rows(&have[0], i, &have[1], i));
+        for (int64_t i = 0; i < old.rows; i++)
+            assert_true(same_rows(&k[0], i, &k[1], i) && same_rows(&v[0], i, &v[1], i));
+        for (int i = 0; i < 2; i++)
+            free(have[i].data), free(k[i].data), free(v[i].data);
+        free(qkv.data), free(qn.data), free(kn.data), free(old.data);
         fixture_close(&f);
         mirror_forget();
     }
@@ -934,6 +983,7 @@ int main(int argc, char **argv) /* argv[1]: only the tests of that name */
                                        cmocka_unit_test(test_merge),
                                        cmocka_unit_test(test_norm),
                                        cmocka_unit_test(test_rotate),
+                                       cmocka_unit_test(test_rotate_among_many),
                                        cmocka_unit_test(test_route),
                                        cmocka_unit_test(test_support),
                                        cmocka_unit_test(test_life),

@@ -134,8 +134,8 @@ static __device__ __forceinline__ int32_t fetch_word(const void *from)
 /* ---- rows out */
 
 typedef struct push_counts { /* by rank */
-    int32_t sent[LSA_KINDS][LSA_RANKS]; /* by this block */
-    int32_t rows[LSA_RANKS];            /* that it has */
+    int32_t sent[LSA_KINDS][LSA_RANKS];      /* by this block */
+    int32_t rows[LSA_RANKS], got[LSA_RANKS]; /* that it has; that came from it */
 } push_counts;
 
 enum { AT_ONCE = 8 /* vectors a thread holds of a row */, WORDS = 16 /* at least 1 + PULSE */ };
@@ -233,44 +233,57 @@ static __device__ __forceinline__ void count_up(const lsa &m, int which, int32_t
         atomicAdd((unsigned long long *)&m.count[which], (unsigned long long)by);
 }
 
-/* The first block, at the end: are all rows here? A warp listens to a source. */
+/* The first block, at the end: are all rows here? A warp listens to a source's words, or to its flags of one kind: what
+ * comes last is heard by whoever waits for it alone. */
 static __device__ void take_in(const lsa &m, push_counts &c, uint32_t epoch)
 {
     int me = (int)threadIdx.x, lane = me % WARP;
     bool fine = true;
-    for (int source = me / WARP; source < m.size; source += PUSH_WARPS) {
-        int32_t word = 0, got[LSA_KINDS] = {};
-        if (lane < 1 + PULSE)
-            word = (int32_t)hear(m, word_at(m, m.rank, source, lane), epoch, LSA_NO_ROWS, source, &fine);
-        if (lane > 0 && lane < 1 + PULSE)
-            m.heard[source * PULSE + lane - 1] = word;
-        int32_t rows = __shfl_sync(EVERY_LANE, word, 0);
-        if (rows < 0 || rows > m.max_rows) {
-            complain(m, LSA_MANY_ROWS, source, rows, m.max_rows, epoch);
-            fine = false;
+    for (int i = me / WARP; i < m.size * (1 + m.kinds); i += PUSH_WARPS) {
+        int source = i % m.size, kind = i / m.size - 1;
+        if (kind < 0) {
+            int32_t word = 0;
+            if (lane < 1 + PULSE)
+                word = (int32_t)hear(m, word_at(m, m.rank, source, lane), epoch, LSA_NO_ROWS, source, &fine);
+            if (lane > 0 && lane < 1 + PULSE)
+                m.heard[source * PULSE + lane - 1] = word;
+            if (lane > 0)
+                continue;
+            c.rows[source] = word;
+            if (word < 0 || word > m.max_rows) {
+                complain(m, LSA_MANY_ROWS, source, word, m.max_rows, epoch);
+                fine = false;
+            }
+            continue;
         }
-#pragma unroll
-        for (int kind = 0; kind < LSA_KINDS; kind++) {
-            const uint64_t *flags = arrived_at(m, m.rank, kind, source, 0);
-            for (int b = lane; b < m.push_blocks && kind < m.kinds; b += WARP)
-                got[kind] += (int32_t)hear(m, &flags[b], epoch, LSA_NO_ROWS, source, &fine);
-            got[kind] = kind < m.kinds ? (int32_t)__reduce_add_sync(EVERY_LANE, got[kind]) : got[0];
+        const uint64_t *flags = arrived_at(m, m.rank, kind, source, 0);
+        int32_t got = 0;
+        for (int b = lane; b < m.push_blocks; b += WARP)
+            got += (int32_t)hear(m, &flags[b], epoch, LSA_NO_ROWS, source, &fine);
+        got = (int32_t)__reduce_add_sync(EVERY_LANE, got);
+        if (lane > 0)
+            continue;
+        if (kind == 0) {
+            c.got[source] = got;
+            count_up(m, LSA_RECEIVED, got);
         }
-        if (got[0] > rows && __all_sync(EVERY_LANE, fine)) {
-            complain(m, LSA_OTHER_ROWS, source, got[0], rows, epoch);
-            fine = false;
-        }
-        if (lane == 0) {
-            c.rows[source] = rows;
-            count_up(m, LSA_RECEIVED, got[0]);
-            count_up(m, LSA_SUMS_SENT, got[1]);
-            count_up(m, LSA_SUMS_OUT, source == m.rank ? 0 : got[1]);
+        if (kind == m.kinds - 1) {
+            count_up(m, LSA_SUMS_SENT, got);
+            count_up(m, LSA_SUMS_OUT, source == m.rank ? 0 : got);
         }
     }
     fine = !__syncthreads_or(!fine);
-    int32_t most = 0;
-    for (int r = 0; r < m.size && fine; r++)
+    int32_t most = 0, other = -1;
+    for (int r = 0; r < m.size && fine; r++) {
         most = c.rows[r] > most ? c.rows[r] : most;
+        other = c.got[r] > c.rows[r] ? r : other;
+    }
+    if (other >= 0) {
+        if (me == 0)
+            complain(m, LSA_OTHER_ROWS, other, c.got[other], c.rows[other], epoch);
+        fine = false;
+        most = 0;
+    }
     int32_t *ids = (int32_t *)(m.window[m.rank] + m.ids);
     for (int r = 0; r < m.size && fine; r++)
         for (int i = me; i < (most - c.rows[r]) * m.top_k; i += PUSH_THREADS)

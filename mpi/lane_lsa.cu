@@ -35,7 +35,8 @@
 #include "cuda/stream.cuh"
 
 enum {
-    PUSH_WARPS = 8, PUSH_THREADS = PUSH_WARPS * WARP,
+    PUSH_WARPS = 6, /* of more, the last has a longer way to its end; fewer are idle while other kernels read memory */
+    PUSH_THREADS = PUSH_WARPS * WARP,
     FOLD_WARPS = 8, FOLD_THREADS = FOLD_WARPS * WARP,
     FEW_EDGES = 4096 /* with which the kernel behind a dispatch is of few blocks and may wait on the GPU */
 };

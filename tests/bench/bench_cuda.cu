@@ -3,7 +3,7 @@
  * product. A call is timed as many of it in a graph, weights taken in turn where they would stay in the cache; median
  * of five replays. The parts of a call (indented) are its kernels, each timed alone in the same way.
  *
- * bench_cuda [products|route|experts|attention|head]...   all of them without an argument */
+ * bench_cuda [products|route|experts|residual|attention|head]...   all of them without an argument */
 #include "cuda/kernels.h"
 
 #include <cublasLt.h>
@@ -444,6 +444,75 @@ static void experts(void)
     expert_case(8192, 4096, 1024, 256, 256, 8, true);
 }
 
+/* The ends of both sublayers, all rows fresh, over what the experts have left; the packed rows instead on several. */
+static void residual_case(int rows, int hidden, int inner)
+{
+    char what[96];
+    const int count = 256, top_k = 8, block = 32, slot_count = rows / block;
+    const block_rule k = {.block_size = block, .refresh_every = 5, .cohort = 1};
+    std::vector<int32_t> ids, order, position, owner, role((size_t)rows, ROW_LIVE);
+    std::vector<slot> state((size_t)slot_count);
+    for (slot &s : state)
+        s.fresh = slot_mask(block);
+    for (int i = 0; i < rows; i++) {
+        for (int e = 0, n = 0; e < count && n < top_k; e++)
+            if (rand() % (count - e) < top_k - n) {
+                ids.push_back(e);
+                n++;
+            }
+        order.push_back(i);
+        position.push_back(i % block);
+        owner.push_back(i / block);
+    }
+    sum_tree *tree;
+    must(sum_tree_open(&tree, count, 8, 1));
+    expert_set set = {.gate_up = random_tensor(BF16, (int64_t)count * 2 * inner, hidden, 0.05f),
+                      .down = random_tensor(BF16, (int64_t)count * hidden, inner, 0.05f),
+                      .first = 0,
+                      .count = count,
+                      .inner = inner,
+                      .tree = tree,
+                      .rank = 0};
+    batch in = {};
+    in.position = upload_ints(position, 1);
+    in.slot = upload_ints(owner, 1);
+    in.role = upload_ints(role, 1);
+    in.place = upload_ints(order, 1);
+    slots s = {};
+    s.slot = upload_structs(state);
+    s.slot_count = slot_count;
+    tensor norm = random_tensor(F32, 1, hidden, 1), cache = random_tensor(BF16, rows, hidden, 1);
+    tensor y = random_tensor(BF16, rows, hidden, 1), packed = random_tensor(F32, rows, hidden, 1), none = packed;
+    tensor weights = random_tensor(F32, rows, top_k, 1), id = upload_ints(ids, top_k);
+    residual r = {};
+    r.x = random_tensor(BF16, rows, hidden, 1);
+    r.h = random_tensor(BF16, rows, hidden, 1);
+    r.norm = &norm;
+    r.eps = 1e-6f;
+    none.data = NULL;
+    must(gpu->experts(gpu, &none, &r.x, &id, &weights, &set));
+    auto timed_as = [&](const char *name, int numbers, const std::function<void(int)> &call) {
+        double bytes = 2.0 * rows * hidden * numbers, seconds = measure(call, bytes / copy_rate + 5e-6);
+        snprintf(what, sizeof what, "%s, %d rows of %d", name, rows, hidden);
+        report(what, seconds, bytes, 0, "");
+    };
+    timed_as("add and norm", 4, [&](int) { must(gpu->add_norm(gpu, &r, &y, &in)); });
+    timed_as("merge of terms", 4 + top_k,
+             [&](int) { must(gpu->merge(gpu, &r, &none, &y, &cache, 0, &in, &s, &k)); });
+    timed_as("merge of packed rows", 6, [&](int) { must(gpu->merge(gpu, &r, &packed, &y, &cache, 0, &in, &s, &k)); });
+    sum_tree_close(tree);
+    forget();
+}
+
+static void residuals(void)
+{
+    static const int row_counts[] = {32, 256, 512, 1024, 2048, 4096, 8192, 16384};
+    for (int rows : row_counts)
+        residual_case(rows, 2048, 512);
+    residual_case(1024, 4096, 1024);
+    residual_case(8192, 4096, 1024);
+}
+
 static void attention_case(int slot_count, int prefix, int heads, int kv_heads)
 {
     char what[96];
@@ -547,6 +616,7 @@ int main(int argc, char **argv)
     } all[] = {{"products", products},
                {"route", route},
                {"experts", experts},
+               {"residual", residuals},
                {"attention", attention},
                {"head", head}};
     if (backend_cuda_devices() == 0) {

@@ -1,14 +1,16 @@
 /* The ends of sublayers: what was computed joins the residual stream, and the next sublayer's input is normed from it,
  * in one pass. Twin of src/cpu/residual.c. A block takes a row at a time, a thread V neighbours; a thread keeps the
  * first vector of its row, and reads again what it wrote of the others. Each sum is rounded to BF16 before the next.
- * Where the experts left their terms, a row's sum over them is made here, in the tree's order (tree.cuh). */
+ * Where the experts left their terms, a row's sum over them is made here, in the tree's order (tree.cuh). One kernel
+ * for every shape and GPU; one for a Hopper GPU, which has its rows brought while it makes others. */
 #include "cuda/device.cuh"
 #include "cuda/hopper.cuh"
+#include "cuda/maps.h"
 #include "cuda/tree.cuh"
 
-enum { THREADS = 256, WAVES = 16, VECTOR = 8, TERMS_AT_ONCE = 8, EARLY_ROWS = 1024 };
+enum { THREADS = 256, WAVES = 16, VECTOR = 8, TERMS_AT_ONCE = 8, LEVELS = 3, LEAVES = 1 << LEVELS };
 
-/* Where y comes from: a row of its own; the packed rows; the terms of a packed row, in a tree of up to 3 levels, or
+/* Where y comes from: a row of its own; the packed rows; the terms of a packed row, in a tree of up to LEVELS, or
  * more. */
 enum { FROM_ROWS, FROM_PACKED, FROM_TERMS, FROM_MANY_TERMS };
 
@@ -21,11 +23,12 @@ typedef struct residual_op {
     slots s;
     block_rule k;
     cuda_terms t;
+    bool settled;              /* what find_routed and find_edges read is there before after_previous() */
     volatile int32_t *reached; /* in host memory: one write across the bus, for which nothing waits */
 } residual_op;
 
-/* What decides where the routed experts' output of a row comes from; all loads of one depth stand side by side. EARLY,
- * here and below: before after_previous(), and so past L1. */
+/* What decides where the routed experts' output of a row comes from; all loads of one depth stand side by side, past
+ * L1, as what stands before after_previous() must. */
 typedef struct routed_row {
     int32_t place, in_block;
     bool sealing;
@@ -33,24 +36,19 @@ typedef struct routed_row {
     bf16 *cache;
 } routed_row;
 
-template <bool EARLY, typename T> static __device__ __forceinline__ T look_up(const T *at)
+static __device__ __forceinline__ routed_row find_routed(const residual_op &a, int64_t row)
 {
-    return EARLY ? __ldcg(at) : *at;
-}
-
-template <bool EARLY> static __device__ __forceinline__ routed_row find_routed(const residual_op &a, int64_t row)
-{
-    int32_t position = look_up<EARLY>((const int32_t *)a.in.position.data + row);
-    int32_t owner = look_up<EARLY>((const int32_t *)a.in.slot.data + row);
-    int32_t place = look_up<EARLY>((const int32_t *)a.in.place.data + row);
-    int32_t role = look_up<EARLY>((const int32_t *)a.in.role.data + row);
+    int32_t position = __ldcg((const int32_t *)a.in.position.data + row);
+    int32_t owner = __ldcg((const int32_t *)a.in.slot.data + row);
+    int32_t place = __ldcg((const int32_t *)a.in.place.data + row);
+    int32_t role = __ldcg((const int32_t *)a.in.role.data + row);
     const slot *x = (const slot *)a.s.slot.data + owner;
     int32_t in_block = position % a.k.block_size;
     return {place,
             in_block,
             role == ROW_SEALING,
-            look_up<EARLY>(&x->fresh),
-            look_up<EARLY>(&x->decoded),
+            __ldcg(&x->fresh),
+            __ldcg(&x->decoded),
             row_of<bf16>(a.cache, ((int64_t)a.layer * a.s.slot_count + owner) * a.k.block_size + in_block)};
 }
 
@@ -61,12 +59,12 @@ typedef struct row_edges {
     int place, way;
 } row_edges;
 
-template <bool EARLY> static __device__ __forceinline__ row_edges find_edges(const cuda_terms &t, int64_t row)
+static __device__ __forceinline__ row_edges find_edges(const cuda_terms &t, int64_t row)
 {
     int lane = (int)threadIdx.x % WARP, edges = (int)t.ids.cols, id = -1, place = 0;
     if (lane < edges) { /* the place may be none: it counts where the id is one */
-        id = look_up<EARLY>(row_of<int32_t>(t.ids, row) + lane);
-        place = look_up<EARLY>(t.place_of + row * edges + lane);
+        id = __ldcg(row_of<int32_t>(t.ids, row) + lane);
+        place = __ldcg(t.place_of + row * edges + lane);
     }
     row_edges e = {__ballot_sync(EVERY_LANE, id >= 0), place, -2};
     uint32_t earlier = e.present & ((1u << lane) - 1);
@@ -134,7 +132,7 @@ template <int V> static __device__ __forceinline__ void add(pack_of<bf16, V> &a,
 }
 
 /* With three blocks a multiprocessor, one's rows come while others are summed up. */
-template <int V, int FROM, bool EARLY>
+template <int V, int FROM>
 static __global__ void __launch_bounds__(THREADS, FROM == FROM_MANY_TERMS ? 1 : 3) residual_kernel(residual_op a)
 {
     typedef pack_of<bf16, V> pack;
@@ -147,13 +145,6 @@ static __global__ void __launch_bounds__(THREADS, FROM == FROM_MANY_TERMS ? 1 : 
     wide weight = {};
     if (threadIdx.x < width)
         weight = ((const wide *)a.norm)[threadIdx.x];
-    routed_row routed = {};
-    row_edges edges = {};
-    if (EARLY && blockIdx.x < used_rows_early(a.r.x)) {
-        routed = find_routed<true>(a, blockIdx.x);
-        if (routed.place >= 0)
-            edges = find_edges<true>(a.t, routed.place);
-    }
     after_previous();
     if (blockIdx.x == 0 && threadIdx.x == 0)
         *a.reached = a.r.through;
@@ -161,13 +152,12 @@ static __global__ void __launch_bounds__(THREADS, FROM == FROM_MANY_TERMS ? 1 : 
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
         pack *x = (pack *)row_of<bf16>(a.r.x, i), *h = (pack *)row_of<bf16>(a.r.h, i), first = {};
         const pack *shared = a.shared.data ? (const pack *)row_of<bf16>(a.shared, i) : NULL;
-        const bool known = EARLY && i == blockIdx.x;
-        if (!known)
-            edges = {};
-        if (FROM != FROM_ROWS && !known)
-            routed = find_routed<false>(a, i);
-        if (TERMS && !known && routed.place >= 0)
-            edges = find_edges<false>(a.t, routed.place);
+        routed_row routed = {};
+        row_edges edges = {};
+        if (FROM != FROM_ROWS)
+            routed = find_routed(a, i);
+        if (TERMS && routed.place >= 0)
+            edges = find_edges(a.t, routed.place);
         const bool anew = routed.sealing || (routed.fresh >> routed.in_block & 1);
         const bool keep = !routed.sealing && (routed.decoded >> routed.in_block & 1);
         float sum = 0;
@@ -185,7 +175,7 @@ static __global__ void __launch_bounds__(THREADS, FROM == FROM_MANY_TERMS ? 1 : 
             if (FROM != FROM_ROWS && anew) {
                 float f[V] = {};
                 if (TERMS) {
-                    sum_terms<FROM == FROM_TERMS ? 3 : 10>(f, a.t, edges, j, width, inside, terms);
+                    sum_terms<FROM == FROM_TERMS ? LEVELS : 10>(f, a.t, edges, j, width, inside, terms);
                 } else if (inside) {
                     wide packed = ((const wide *)row_of<float>(a.y, routed.place))[j];
 #pragma unroll
@@ -228,6 +218,308 @@ static __global__ void __launch_bounds__(THREADS, FROM == FROM_MANY_TERMS ? 1 : 
     }
 }
 
+/* ---- by the copy engine of a Hopper GPU
+ *
+ * One warp of a block finds out about its next rows, a group of lanes a row, and asks for all that a row's piece of
+ * RING_COLUMNS columns is made of, but for the shared expert's: a stage of the ring. Eight warps, a thread VECTOR
+ * columns as above, make the piece of it. The results are the same to the bit. */
+
+enum {
+    RING_COLUMNS = THREADS * VECTOR,
+    RING_THREADS = THREADS + WARP,
+    RING_SLOT = RING_COLUMNS * (int)sizeof(bf16),
+    RING_MEET = 1 /* hardware barrier */
+};
+
+/* A stage holds what makes y, then x. BLOCKS of a multiprocessor all but fill it with their stages: were there room for
+ * more, few rows would crowd on the multiprocessors that are free first. */
+template <int FROM> struct ring {
+    enum {
+        SLOTS = FROM == FROM_TERMS ? TERMS_AT_ONCE + 1 : FROM == FROM_PACKED ? 3 : 2,
+        STAGES = FROM == FROM_TERMS ? 3 : FROM == FROM_PACKED ? 4 : 6,
+        BLOCKS = FROM == FROM_TERMS ? 2 : 4,
+        STAGE = SLOTS * RING_SLOT,
+        BYTES = STAGES * STAGE
+    };
+};
+
+typedef struct ring_at { /* in shared memory */
+    uint32_t stages, full, empty;
+} ring_at;
+
+/* What a stage is. */
+typedef struct stage_mark {
+    bf16 *cache;     /* y goes there too; NULL: nowhere */
+    uint32_t leaves; /* of its terms, four bits each, the first one lowest: 1 + the leaf of the tree */
+    int32_t place;   /* of the row in h_fresh; -1: none */
+    bool anew;       /* y is to be made, or it is there */
+} stage_mark;
+
+/* Of terms one behind the other in the stage, those under the node of SPAN leaves from LEAF on: as running_sum
+ * (tree.cuh) has it, since an empty leaf's -0 changes no sum. `next` is the first of the terms that are left. */
+template <int LEAF, int SPAN>
+static __device__ __forceinline__ void sum_node(float (&sum)[VECTOR], uint32_t &leaves, uint4 &next, uint32_t &at)
+{
+    if constexpr (SPAN == 1) {
+        float x[VECTOR];
+        auto take = [&](float (&to)[VECTOR]) {
+            eight_of(to, next);
+            at += RING_SLOT;
+            next = shared_load16(at); /* behind the last one lies x */
+            leaves >>= 4;
+            return (leaves & 15) == LEAF + 1;
+        };
+        if ((leaves & 15) != LEAF + 1) {
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++)
+                sum[k] = -0.0f;
+            return;
+        }
+        bool more = take(sum);
+#pragma unroll 1
+        while (more) {
+            more = take(x);
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++)
+                sum[k] += x[k];
+        }
+    } else {
+        float right[VECTOR];
+        sum_node<LEAF, SPAN / 2>(sum, leaves, next, at);
+        sum_node<LEAF + SPAN / 2, SPAN / 2>(right, leaves, next, at);
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++)
+            sum[k] += right[k];
+    }
+}
+
+/* A lane's part of a row: a term, or what else y is made of. */
+typedef struct row_part {
+    const char *from; /* NULL: nothing */
+    stage_mark mark;
+    uint32_t slot; /* in the stage */
+    int size;      /* of a number */
+} row_part;
+
+template <int FROM> static __device__ __forceinline__ row_part find_part(const residual_op &a, int64_t row, int64_t n)
+{
+    constexpr int LANES = FROM == FROM_TERMS ? TERMS_AT_ONCE : 1;
+    int lane = (int)threadIdx.x % WARP, j = lane % LANES, id = -1, at = 0;
+    row_part part = {NULL, {NULL, 0, -1, false}, 0, sizeof(bf16)};
+    routed_row routed = {-1, 0, false, 0, 0, NULL};
+    if (FROM == FROM_ROWS) {
+        if (row < n) {
+            part.from = (const char *)row_of<bf16>(a.y, row);
+            part.mark.place = a.r.h_fresh.data ? __ldcg((const int32_t *)a.in.place.data + row) : -1;
+        }
+        return part;
+    }
+    if (row < n)
+        routed = find_routed(a, row);
+    part.mark.anew = routed.sealing || (routed.fresh >> routed.in_block & 1);
+    if (part.mark.anew && !routed.sealing && (routed.decoded >> routed.in_block & 1))
+        part.mark.cache = routed.cache;
+    part.mark.place = a.r.h_fresh.data ? routed.place : -1;
+    if (!part.mark.anew) {
+        part.from = row < n && j == 0 ? (const char *)routed.cache : NULL;
+    } else if (FROM == FROM_PACKED) {
+        part.from = (const char *)row_of<float>(a.y, routed.place);
+        part.size = sizeof(float);
+    }
+    if (FROM != FROM_TERMS)
+        return part;
+    if (part.mark.anew && j < (int)a.t.ids.cols) {
+        id = __ldcg(row_of<int32_t>(a.t.ids, routed.place) + j);
+        at = __ldcg(a.t.place_of + (int64_t)routed.place * a.t.ids.cols + j);
+    }
+    uint32_t present = __ballot_sync(EVERY_LANE, id >= 0) >> (lane - j);
+    if (id >= 0) {
+        part.from = (const char *)((const bf16 *)a.t.term + (int64_t)at * a.r.x.cols);
+        part.slot = (uint32_t)__popc(present & ((1u << j) - 1));
+        part.mark.leaves = (1 + leaf_of<LEVELS>(id / a.t.per_shard, a.t.shards)) << 4 * part.slot;
+    }
+    for (int other = 1; other < LANES; other *= 2)
+        part.mark.leaves |= __shfl_xor_sync(EVERY_LANE, part.mark.leaves, other);
+    return part;
+}
+
+/* The warp that asks. */
+template <int FROM>
+static __device__ __forceinline__ void ask_rows(const residual_op &a, const ring_at &room, stage_mark *mark)
+{
+    typedef ring<FROM> of;
+    constexpr int LANES = FROM == FROM_TERMS ? TERMS_AT_ONCE : 1, AT_ONCE = WARP / LANES;
+    const int lane = (int)threadIdx.x % WARP, mine = lane / LANES;
+    const bool leads = lane % LANES == 0;
+    const int64_t step = gridDim.x;
+    if (!a.settled)
+        after_previous();
+    const int64_t n = used_rows_early(a.r.x);
+    ring_place p = {0, 0};
+#pragma unroll 1
+    for (int64_t first = blockIdx.x; first < n; first += AT_ONCE * step) {
+        const row_part part = find_part<FROM>(a, first + mine * step, n);
+        after_previous();
+#pragma unroll 1
+        for (int turn = 0; turn < AT_ONCE && first + turn * step < n; turn++) {
+            const char *x = (const char *)row_of<bf16>(a.r.x, first + turn * step);
+            const bool my_turn = mine == turn;
+            const int parts = __popc(__ballot_sync(EVERY_LANE, my_turn && part.from));
+            for (int col = 0; col < (int)a.r.x.cols; col += RING_COLUMNS, ring_next(p, of::STAGES)) {
+                const int cols = min((int)a.r.x.cols - col, (int)RING_COLUMNS);
+                const uint32_t at = room.stages + (uint32_t)(p.stage * of::STAGE);
+                const uint32_t there = room.full + 8 * (uint32_t)p.stage;
+                barrier_wait(room.empty + 8 * (uint32_t)p.stage, p.parity ^ 1);
+                if (my_turn && leads) {
+                    mark[p.stage] = part.mark;
+                    barrier_expect(there, (uint32_t)(cols * (parts * part.size + (int)sizeof(bf16))));
+                }
+                __syncwarp();
+                if (my_turn && part.from)
+                    copy_bytes(at + part.slot * RING_SLOT, part.from + (int64_t)col * part.size,
+                               (uint32_t)(cols * part.size), there);
+                if (my_turn && leads)
+                    copy_bytes(at + of::STAGE - RING_SLOT, x + (int64_t)col * (int)sizeof(bf16),
+                               (uint32_t)cols * (uint32_t)sizeof(bf16), there);
+            }
+        }
+    }
+}
+
+/* The others. */
+template <int FROM>
+static __device__ __forceinline__ void make_rows(const residual_op &a, const ring_at &room, const stage_mark *mark,
+                                                 float (*sums)[THREADS / WARP])
+{
+    typedef ring<FROM> of;
+    typedef pack_of<float, VECTOR> wide;
+    const int me = (int)threadIdx.x, width = (int)a.r.x.cols / VECTOR, step = (int)gridDim.x;
+    const float cols = (float)a.r.x.cols;
+    const bool shared = FROM != FROM_ROWS && a.shared.data;
+    after_previous();
+    if (blockIdx.x == 0 && me == 0)
+        *a.reached = a.r.through;
+    const int n = (int)used_rows(a.r.x);
+    ring_place p = {0, 0};
+    uint4 z = {};
+    int turn = 0;
+    if (shared && (int)blockIdx.x < n && me < width)
+        z = ((const uint4 *)row_of<bf16>(a.shared, blockIdx.x))[me];
+    for (int i = (int)blockIdx.x; i < n; i += step, turn ^= 1) {
+        uint4 *x = (uint4 *)row_of<bf16>(a.r.x, i), *h = (uint4 *)row_of<bf16>(a.r.h, i), first = {};
+        float sum = 0;
+        int32_t place = -1;
+#pragma unroll 1
+        for (int base = 0; base < width; base += THREADS) {
+            const int j = base + me;
+            const bool inside = j < width, last = base + THREADS >= width;
+            const int row = last ? i + step : i, then = last ? me : j + THREADS;
+            uint4 z_next = {};
+            if (shared && row < n && then < width)
+                z_next = ((const uint4 *)row_of<bf16>(a.shared, row))[then];
+            uint32_t at = room.stages + (uint32_t)(p.stage * of::STAGE + me * (int)sizeof(uint4));
+            barrier_wait(room.full + 8 * (uint32_t)p.stage, p.parity);
+            const stage_mark m = mark[p.stage];
+            uint4 to = shared_load16(at + of::STAGE - RING_SLOT), more;
+            if (FROM != FROM_ROWS && m.anew) {
+                float f[VECTOR] = {};
+                if (FROM == FROM_PACKED) {
+                    at += (uint32_t)(me * (int)sizeof(uint4));
+                    four_of(f, shared_load16(at));
+                    four_of(f + 4, shared_load16(at + (uint32_t)sizeof(uint4)));
+                } else if (m.leaves) {
+                    uint32_t leaves = m.leaves;
+                    uint4 next = shared_load16(at);
+                    sum_node<0, LEAVES>(f, leaves, next, at);
+                }
+                more = halves_of_eight(f);
+            } else {
+                more = shared_load16(at);
+            }
+            __syncwarp();
+            if (me % WARP == 0)
+                barrier_arrive(room.empty + 8 * (uint32_t)p.stage);
+            ring_next(p, of::STAGES);
+            place = m.place;
+            if (FROM != FROM_ROWS && m.cache && inside)
+                ((uint4 *)m.cache)[j] = more;
+            if (shared)
+                more = add_eight(more, z);
+            z = z_next;
+            to = add_eight(to, more);
+            if (base == 0)
+                first = to;
+            if (inside) {
+                float f[VECTOR];
+                eight_of(f, to);
+                x[j] = to;
+#pragma unroll
+                for (int k = 0; k < VECTOR; k++)
+                    sum = fmaf(f[k], f[k], sum);
+            }
+        }
+        wide w = {};
+        if (me < width)
+            w = ((const wide *)a.norm)[me];
+        sum = warp_sum(sum);
+        if (me % WARP == 0)
+            sums[turn][me / WARP] = sum;
+        meet(RING_MEET, THREADS);
+        sum = 0;
+#pragma unroll
+        for (int warp = 0; warp < THREADS / WARP; warp++)
+            sum += sums[turn][warp];
+        const float scale = 1.0f / sqrtf(sum / cols + a.r.eps);
+        uint4 *packed = place >= 0 ? (uint4 *)row_of<bf16>(a.r.h_fresh, place) : NULL;
+#pragma unroll 1
+        for (int j = me; j < width; j += THREADS) {
+            if (j > me) {
+                first = x[j];
+                w = ((const wide *)a.norm)[j];
+            }
+            float f[VECTOR];
+            eight_of(f, first);
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++)
+                f[k] = f[k] * scale * w.x[k];
+            const uint4 y = halves_of_eight(f);
+            h[j] = y;
+            if (packed)
+                packed[j] = y;
+        }
+    }
+}
+
+template <int FROM>
+static __global__ void __launch_bounds__(RING_THREADS, ring<FROM>::BLOCKS)
+    residual_stream(const __grid_constant__ residual_op a)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    enum { STAGES = ring<FROM>::STAGES };
+    extern __shared__ __align__(128) uint8_t stages[];
+    __shared__ uint64_t barriers[2][STAGES];
+    __shared__ stage_mark mark[STAGES];
+    __shared__ float sums[2][THREADS / WARP];
+    const ring_at room = {shared_at(stages), shared_at(barriers[0]), shared_at(barriers[1])};
+    let_next();
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < STAGES; i++) {
+            barrier_init(room.full + 8 * i, 1);
+            barrier_init(room.empty + 8 * i, THREADS / WARP);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (__shfl_sync(EVERY_LANE, (int)threadIdx.x / WARP, 0) == THREADS / WARP) { /* seen to be one for all lanes */
+        ask_rows<FROM>(a, room, mark);
+    } else {
+        make_rows<FROM>(a, room, mark, sums);
+    }
+#else
+    __trap(); /* the launcher asks cuda_is_hopper */
+#endif
+}
+
 static bool wide_rows(const tensor *t)
 {
     return !t->data || vectors_fit(*t, VECTOR);
@@ -244,10 +536,18 @@ template <int FROM> static status end(cuda *c, residual_op &a, const char *what)
     assert(r.x.type == BF16 && r.h.type == BF16 && r.norm->type == F32 && r.h.rows >= r.x.rows);
     assert(r.h.cols == r.x.cols && r.norm->cols == r.x.cols && a.y.cols == r.x.cols);
     assert(!r.h_fresh.data || (r.h_fresh.type == BF16 && r.h_fresh.cols == r.x.cols));
-    constexpr bool FEW = FROM == FROM_TERMS; /* of many rows most are not a block's first, and registers are short */
-    auto kernel = !wide                                         ? residual_kernel<1, FROM, false>
-                  : FEW && c->settled && r.x.rows <= EARLY_ROWS ? residual_kernel<VECTOR, FROM, FEW>
-                                                                : residual_kernel<VECTOR, FROM, false>;
+    if constexpr (FROM != FROM_MANY_TERMS) {
+        if (wide && (FROM != FROM_TERMS || a.t.ids.cols <= TERMS_AT_ONCE) && cuda_is_hopper(c)) {
+            typedef ring<FROM> of;
+            auto stream = residual_stream<FROM>;
+            status st = cuda_check(cudaFuncSetAttribute(stream, cudaFuncAttributeMaxDynamicSharedMemorySize, of::BYTES),
+                                   what, __FILE__, __LINE__);
+            a.settled = FROM == FROM_TERMS && c->settled;
+            return st == OK ? launch(c, what, stream, cuda_grid(c, r.x.rows, of::BLOCKS), RING_THREADS, of::BYTES, a)
+                            : st;
+        }
+    }
+    auto kernel = wide ? residual_kernel<VECTOR, FROM> : residual_kernel<1, FROM>;
     return launch(c, what, kernel, cuda_grid(c, r.x.rows, WAVES), THREADS, 0, a);
 }
 
@@ -271,5 +571,5 @@ extern "C" status cuda_merge(backend *b, const residual *r, const tensor *packed
     assert(!shared->data || (shared->type == BF16 && shared->cols == r->x.cols && shared->rows >= r->x.rows));
     if (packed->data)
         return end<FROM_PACKED>(c, a, "merge");
-    return c->terms.shards <= 8 ? end<FROM_TERMS>(c, a, "merge") : end<FROM_MANY_TERMS>(c, a, "merge");
+    return c->terms.shards <= LEAVES ? end<FROM_TERMS>(c, a, "merge") : end<FROM_MANY_TERMS>(c, a, "merge");
 }

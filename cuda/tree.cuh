@@ -22,6 +22,22 @@ static __device__ __forceinline__ int depth_of(int a, int b, int shards)
     }
 }
 
+/* Where shard a lies among the leaves of a tree that has LEVELS everywhere and keeps together what the shards' does. */
+template <int LEVELS> static __device__ __forceinline__ uint32_t leaf_of(int a, int shards)
+{
+    int lo = 0, hi = shards;
+    uint32_t leaf = 0;
+#pragma unroll
+    for (int level = 0; level < LEVELS; level++) {
+        int mid = hi - lo > 1 ? lo + (hi - lo) / 2 : hi;
+        bool right = a >= mid;
+        lo = right ? mid : lo;
+        hi = right ? hi : mid;
+        leaf = 2 * leaf + right;
+    }
+    return leaf;
+}
+
 /* A sum in the tree's order, its terms coming from left to right: the newest node, and of each level of the tree the
  * left node that waits for it. All threads of a warp have the same levels waiting. */
 template <int LEVELS, int V> struct running_sum {
@@ -90,6 +106,29 @@ static __device__ __forceinline__ void eight_of(float *x, uint4 v)
         x[2 * k] = __uint_as_float(two[k] << 16);
         x[2 * k + 1] = __uint_as_float(two[k] & 0xffff0000u);
     }
+}
+
+static __device__ __forceinline__ uint4 halves_of_eight(const float (&x)[8])
+{
+    uint32_t two[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        __nv_bfloat162 v = __floats2bfloat162_rn(x[2 * k], x[2 * k + 1]);
+        two[k] = *(const uint32_t *)&v;
+    }
+    return make_uint4(two[0], two[1], two[2], two[3]);
+}
+
+/* Eight sums of BF16, each rounded. */
+static __device__ __forceinline__ uint4 add_eight(uint4 a, uint4 b)
+{
+    float x[8], y[8];
+    eight_of(x, a);
+    eight_of(y, b);
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+        x[k] += y[k];
+    return halves_of_eight(x);
 }
 
 template <int V> static __device__ __forceinline__ void store_floats(float *to, const float (&v)[V])

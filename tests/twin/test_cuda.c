@@ -443,8 +443,10 @@ static void close_residual(residual *r, tensor *w)
 static void test_add_norm(void **state)
 {
     (void)state;
-    for (int k = 0; k < SHAPES; k++) {
-        int rows = shapes[k].rows, cols = shapes[k].in, count = 0;
+    static const struct shape many[] = {{9001, 64, 0}, {1100, 2048, 0}, {700, 4104, 0}, {700, 50, 0}};
+    for (int k = 0; k < SHAPES + 4; k++) {
+        const struct shape *shape = k < SHAPES ? &shapes[k] : &many[k - SHAPES];
+        int rows = shape->rows, cols = shape->in, count = 0;
         int32_t used = rows;
         tensor y = fixture_tensor(rows + 1, cols, 1), w, gw, place = fixture_ints(rows + 1, 1);
         for (int i = 0; i < rows; i++)
@@ -473,50 +475,59 @@ static void test_add_norm(void **state)
     }
 }
 
+/* Blocks of `here` rows, each of a slot of its own, but for the first slot's, which has two. */
+static void merge_case(int count, int here, int trial, int width)
+{
+    enum { LAYERS = 3, MOST = 70 };
+    bool dense = trial % 2, alone = trial % 4 > 1;
+    int layer = trial % LAYERS, rows = count * here;
+    block_rule k = {.block_size = here, .cohort = 1, .dense_lane = dense};
+    fixture f, m;
+    fixture_open(&f, count, 4, here);
+    fixture_masks(&f, trial);
+    fixture_block blocks[MOST] = {{0, 1, true}};
+    for (int i = 1; i < count; i++)
+        blocks[i] = (fixture_block){i - 1 + (i == count - 1), (i + 1) % 4, i > 3 && i % 5 == 0};
+    fixture_batch(&f, blocks, trial == 6 ? 0 : count, dense);
+    mirror_fixture(&m, &f);
+    tensor packed = fixture_tensor(f.count[2], width, 1), shared = fixture_tensor(rows, width, 1);
+    tensor cache = fixture_tensor((int64_t)LAYERS * count * here, width, 1), w, gw, none = {0};
+    residual r, g;
+    make_residual(&r, &g, rows, width, trial % 3 ? f.count[2] : 0, &w, &gw);
+    mirror(&packed); /* rounded */
+    tensor gp = mirror_as(&packed, F32, (width + 7) / 8 * 8), gs = mirror(&shared), gc = mirror(&cache);
+    tensor x = fixture_tensor(rows, width, 0), was = r.x;
+    g.x.used = m.in.position.used;
+    r.x = x; /* from zero: what the routed experts give, exactly */
+    r.x.used = f.in.position.used;
+    must_be(both.cpu->merge(both.cpu, &r, &packed, &none, &cache, layer, &f.in, &f.s, &k));
+    must_be(both.gpu->merge(both.gpu, &g, &gp, alone ? &none : &gs, &gc, layer, &m.in, &m.s, &k));
+    for (int i = 0; i < f.count[0]; i++)
+        for (int j = 0; j < width; j++) {
+            float y = at(&x, i)[j];
+            y = alone ? y : rounded(y + at(&shared, i)[j]);
+            at(&was, i)[j] = rounded(at(&was, i)[j] + y);
+        }
+    check_residual(&g, &was, f.count[0], &f.in);
+    tensor kept = fixture_tensor(cache.rows, width, 1);
+    mirror_read(&kept, &gc);
+    for (int64_t i = 0; i < cache.rows; i++)
+        assert_true(same_rows(&kept, i, &cache, i));
+    free(packed.data), free(shared.data), free(cache.data), free(kept.data), free(was.data);
+    close_residual(&r, &w);
+    fixture_close(&f);
+    mirror_forget();
+}
+
 static void test_merge(void **state)
 {
     (void)state;
-    enum { SLOTS = 4, LAYERS = 3 };
     static const int sizes[] = {1, 5, 32, BLOCK_MOST}, widths[] = {37, 64, 2056};
     for (int n = 0; n < 4; n++)
-        for (int trial = 0; trial < 12; trial++) {
-            bool dense = trial % 2, alone = trial % 4 > 1;
-            int here = sizes[n], layer = trial % LAYERS, width = widths[trial / 2 % 3];
-            block_rule k = {.block_size = here, .cohort = 1, .dense_lane = dense};
-            fixture f, m;
-            fixture_open(&f, SLOTS, 4, here);
-            fixture_masks(&f, trial);
-            const fixture_block blocks[] = {{0, 1, true}, {0, 2, false}, {1, 3, false}, {3, 0, false}};
-            fixture_batch(&f, blocks, trial == 6 ? 0 : 4, dense);
-            mirror_fixture(&m, &f);
-            tensor packed = fixture_tensor(f.count[2], width, 1), shared = fixture_tensor(4 * here, width, 1);
-            tensor cache = fixture_tensor((int64_t)LAYERS * SLOTS * here, width, 1), w, gw, none = {0};
-            residual r, g;
-            make_residual(&r, &g, 4 * here, width, trial % 3 ? f.count[2] : 0, &w, &gw);
-            mirror(&packed); /* rounded */
-            tensor gp = mirror_as(&packed, F32, (width + 7) / 8 * 8), gs = mirror(&shared), gc = mirror(&cache);
-            tensor x = fixture_tensor(4 * here, width, 0), was = r.x;
-            g.x.used = m.in.position.used;
-            r.x = x; /* from zero: what the routed experts give, exactly */
-            r.x.used = f.in.position.used;
-            must_be(both.cpu->merge(both.cpu, &r, &packed, &none, &cache, layer, &f.in, &f.s, &k));
-            must_be(both.gpu->merge(both.gpu, &g, &gp, alone ? &none : &gs, &gc, layer, &m.in, &m.s, &k));
-            for (int i = 0; i < f.count[0]; i++)
-                for (int j = 0; j < width; j++) {
-                    float y = at(&x, i)[j];
-                    y = alone ? y : rounded(y + at(&shared, i)[j]);
-                    at(&was, i)[j] = rounded(at(&was, i)[j] + y);
-                }
-            check_residual(&g, &was, f.count[0], &f.in);
-            tensor kept = fixture_tensor(cache.rows, width, 1);
-            mirror_read(&kept, &gc);
-            for (int64_t i = 0; i < cache.rows; i++)
-                assert_true(same_rows(&kept, i, &cache, i));
-            free(packed.data), free(shared.data), free(cache.data), free(kept.data), free(was.data);
-            close_residual(&r, &w);
-            fixture_close(&f);
-            mirror_forget();
-        }
+        for (int trial = 0; trial < 12; trial++)
+            merge_case(4, sizes[n], trial, widths[trial / 2 % 3]);
+    for (int trial = 0; trial < 7; trial++)
+        merge_case(trial == 5 ? 11 : 70, BLOCK_MOST - (trial == 4), trial, trial == 5 ? 2056 : trial == 6 ? 37 : 64);
 }
 
 /* ---- norm and rotation */

@@ -343,64 +343,74 @@ static void test_experts(void **state)
 }
 
 /* Sums that merge makes are those that experts would have made. */
+static void late_case(const layer *l, int kind, int count)
+{
+    enum { SIZE = 8, MOST = 330 };
+    fixture_block blocks[MOST];
+    const block_rule k = {.block_size = SIZE, .cohort = 1};
+    int64_t rows = count * SIZE, h = l->hidden;
+    sum_tree *t;
+    fixture f, m;
+    must_be(sum_tree_open(&t, l->experts, l->groups, 1));
+    fixture_open(&f, count, 4, SIZE);
+    for (int i = 0; i < count; i++) {
+        blocks[i] = (fixture_block){i > 0 ? i - (i < count - 1) : 0, (i + 1) % 4, i % 5 == 0};
+        f.slot[i].decoded = (uint64_t)rand() & slot_mask(SIZE);
+        f.slot[i].fresh = (~f.slot[i].decoded | (uint64_t)rand()) & slot_mask(SIZE);
+    }
+    fixture_batch(&f, blocks, count, false);
+    mirror_fixture(&m, &f);
+    tensor gate_up = fixture_tensor(l->experts * 2 * l->inner, h, 1),
+           down = fixture_tensor(l->experts * h, l->inner, 1);
+    tensor x = fixture_tensor(f.count[2], h, 1), ids = fixture_ints(f.count[2], l->top_k),
+           weights = fixture_tensor(f.count[2], l->top_k, 1), y = fixture_tensor(f.count[2], h, 1);
+    tensor norm = fixture_tensor(1, h, 1), shared = fixture_tensor(rows, h, 1);
+    draw_edges(&ids, &weights, l, kind);
+    tensor gate_up_m = mirror(&gate_up), down_m = mirror(&down), x_m = mirror(&x), y_m = mirror_same(&y);
+    tensor ids_m = mirror_same(&ids), weights_m = mirror_same(&weights), norm_m = mirror_same(&norm),
+           shared_m = mirror(&shared);
+    expert_set e = rank_set(&gate_up_m, &down_m, t, l, 0);
+    tensor got[2][3], of[3] = {fixture_tensor(rows, h, 3), fixture_tensor(rows, h, 1),
+                               fixture_tensor(rows, h, 1)}; /* x, h, the cache */
+    for (int late = 0; late < 2; late++) {
+        tensor there[3], none = y_m;
+        none.data = NULL;
+        for (int i = 0; i < 3; i++)
+            there[i] = mirror(&of[i]);
+        residual r = {.x = there[0], .h = there[1], .norm = &norm_m, .eps = 1e-6f};
+        must_be(both.gpu->experts(both.gpu, late ? &none : &y_m, &x_m, &ids_m, &weights_m, &e));
+        must_be(both.gpu->merge(both.gpu, &r, late ? &none : &y_m, &shared_m, &there[2], 0, &m.in, &m.s, &k));
+        for (int i = 0; i < 3; i++) {
+            got[late][i] = fixture_tensor(of[i].rows, h, 1);
+            mirror_read(&got[late][i], &there[i]);
+        }
+    }
+    for (int i = 0; i < 3; i++)
+        for (int64_t row = 0; row < of[i].rows; row++)
+            if (!same_rows(&got[0][i], row, &got[1][i], row))
+                fail_msg("late sums of [%d of %d, %d], %d rows, edges of kind %d: row %lld of %d differs",
+                         l->top_k, l->experts, l->hidden, (int)rows, kind, (long long)row, i);
+    tensor *all[] = {&gate_up, &down, &x, &ids, &weights, &y, &norm, &shared, &of[0], &of[1], &of[2],
+                     &got[0][0], &got[0][1], &got[0][2], &got[1][0], &got[1][1], &got[1][2]};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        free(all[i]->data);
+    fixture_close(&f);
+    sum_tree_close(t);
+    mirror_forget();
+}
+
 static void test_late_sums(void **state)
 {
     (void)state;
-    enum { SIZE = 8 };
-    const fixture_block blocks[] = {{0, 1, true}, {0, 2, false}, {1, 3, false}, {3, 0, false}};
-    for (int n = 0; n < LAYERS; n++)
-        for (int kind = 0; kind < KINDS; kind++) {
-            const layer *l = &layers[n];
-            const block_rule k = {.block_size = SIZE, .cohort = 1};
-            int64_t rows = 4 * SIZE, h = l->hidden;
-            sum_tree *t;
-            fixture f, m;
-            must_be(sum_tree_open(&t, l->experts, l->groups, 1));
-            fixture_open(&f, 4, 4, SIZE);
-            for (int i = 0; i < 4; i++) {
-                f.slot[i].decoded = (uint64_t)rand() & slot_mask(SIZE);
-                f.slot[i].fresh = (~f.slot[i].decoded | (uint64_t)rand()) & slot_mask(SIZE);
-            }
-            fixture_batch(&f, blocks, 4, false);
-            mirror_fixture(&m, &f);
-            tensor gate_up = fixture_tensor(l->experts * 2 * l->inner, h, 1),
-                   down = fixture_tensor(l->experts * h, l->inner, 1);
-            tensor x = fixture_tensor(f.count[2], h, 1), ids = fixture_ints(f.count[2], l->top_k),
-                   weights = fixture_tensor(f.count[2], l->top_k, 1), y = fixture_tensor(f.count[2], h, 1);
-            tensor norm = fixture_tensor(1, h, 1), shared = fixture_tensor(rows, h, 1);
-            draw_edges(&ids, &weights, l, kind);
-            tensor gate_up_m = mirror(&gate_up), down_m = mirror(&down), x_m = mirror(&x), y_m = mirror_same(&y);
-            tensor ids_m = mirror_same(&ids), weights_m = mirror_same(&weights), norm_m = mirror_same(&norm),
-                   shared_m = mirror(&shared);
-            expert_set e = rank_set(&gate_up_m, &down_m, t, l, 0);
-            tensor got[2][3], of[3] = {fixture_tensor(rows, h, 3), fixture_tensor(rows, h, 1),
-                                       fixture_tensor(4 * SIZE, h, 1)}; /* x, h, the cache */
-            for (int late = 0; late < 2; late++) {
-                tensor there[3], none = y_m;
-                none.data = NULL;
-                for (int i = 0; i < 3; i++)
-                    there[i] = mirror(&of[i]);
-                residual r = {.x = there[0], .h = there[1], .norm = &norm_m, .eps = 1e-6f};
-                must_be(both.gpu->experts(both.gpu, late ? &none : &y_m, &x_m, &ids_m, &weights_m, &e));
-                must_be(both.gpu->merge(both.gpu, &r, late ? &none : &y_m, &shared_m, &there[2], 0, &m.in, &m.s, &k));
-                for (int i = 0; i < 3; i++) {
-                    got[late][i] = fixture_tensor(of[i].rows, h, 1);
-                    mirror_read(&got[late][i], &there[i]);
-                }
-            }
-            for (int i = 0; i < 3; i++)
-                for (int64_t row = 0; row < of[i].rows; row++)
-                    if (!same_rows(&got[0][i], row, &got[1][i], row))
-                        fail_msg("late sums of [%d of %d, %d], edges of kind %d: row %lld of %d differs", l->top_k,
-                                 l->experts, l->hidden, kind, (long long)row, i);
-            tensor *all[] = {&gate_up, &down, &x, &ids, &weights, &y, &norm, &shared, &of[0], &of[1], &of[2],
-                             &got[0][0], &got[0][1], &got[0][2], &got[1][0], &got[1][1], &got[1][2]};
-            for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-                free(all[i]->data);
-            fixture_close(&f);
-            sum_tree_close(t);
-            mirror_forget();
+    static const layer two_pieces = {12, 6, 5, 2304, 64, 0}; /* of a row, to residual.cu */
+    for (int kind = 0; kind < KINDS; kind++) {
+        for (int n = 0; n < LAYERS; n++) {
+            late_case(&layers[n], kind, 4);
+            if (kind % 2 == 0 && layers[n].hidden < 2048) /* the host is slow to fill it */
+                late_case(&layers[n], kind, 330);
         }
+        late_case(&two_pieces, kind, kind == 2 ? 140 : 4);
+    }
 }
 
 /* ---- attention */

@@ -4,7 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { THREADS = 256, WAVES = 16, VECTOR = 8, ROTATE_WAVES = 3 };
+enum { THREADS = 256, WAVES = 16, VECTOR = 8, ROTATE_WAVES = 2 };
 
 /* y = x / sqrt(mean(x^2) + eps) * w; a thread keeps its first vector of a row in registers. y may be x. */
 template <int V> static __global__ void norm_kernel(tensor y, tensor x, const float *w, float eps)
@@ -124,44 +124,43 @@ static __device__ __forceinline__ void load_floats(float (&x)[VECTOR], const flo
     }
 }
 
-/* Turns N groups, side by side. */
-template <int D, int N> static __device__ __forceinline__ void turn(head_part *p, const turning &t)
+/* Turns two groups, side by side. */
+template <int D> static __device__ __forceinline__ void turn(head_part &first, head_part &second, const turning &t)
 {
-    float x[N][VECTOR], sum[N];
+    head_part *const p[2] = {&first, &second};
+    float x[2][VECTOR], sum[2] = {0, 0};
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-        sum[n] = 0;
+    for (int n = 0; n < 2; n++)
         for (int k = 0; k < VECTOR; k++) {
-            x[n][k] = widen(p[n].x[k]);
+            x[n][k] = widen(p[n]->x[k]);
             sum[n] = __fmaf_rn(x[n][k], x[n][k], sum[n]);
         }
-    }
     if (t.norm) {
 #pragma unroll
         for (int step = D / VECTOR / 2; step > 0; step /= 2)
-            for (int n = 0; n < N; n++)
+            for (int n = 0; n < 2; n++)
                 sum[n] += __shfl_xor_sync(EVERY_LANE, sum[n], step);
 #pragma unroll
-        for (int n = 0; n < N; n++) {
+        for (int n = 0; n < 2; n++) {
             float scale = rsqrtf(__fmaf_rn(sum[n], 1.0f / D, t.eps));
             for (int k = 0; k < VECTOR; k++)
                 x[n][k] = __fmul_rn(__fmul_rn(x[n][k], scale), t.weight[k]);
         }
     }
 #pragma unroll
-    for (int n = 0; n < N; n++)
+    for (int n = 0; n < 2; n++)
         for (int k = 0; k < VECTOR; k++) {
             float y = __shfl_sync(EVERY_LANE, x[n][k], t.other);
             if (t.turned)
                 x[n][k] = __fmaf_rn(x[n][k], t.c[k], __fmul_rn(y, t.s[k]));
-            narrow(&p[n].x[k], x[n][k]);
+            narrow(&p[n]->x[k], x[n][k]);
         }
 }
 
 template <int D, int EACH> static __global__ void __launch_bounds__(THREADS, ROTATE_WAVES) rotate_kernel(rotation a)
 {
     typedef rotate_shape<D, EACH> shape;
-    enum { WIDE = EACH == 2 ? 2 : 1, HALF = EACH / 2, STEP = shape::HEADS * D };
+    enum { HALF = EACH / 2, STEP = shape::HEADS * D };
     const int lane = (int)threadIdx.x % WARP, e = lane % shape::LANES * VECTOR, half = a.r.rotary_dim / 2;
     const int warp = (int)blockIdx.x * (THREADS / WARP) +
                      __shfl_sync(EVERY_LANE, (int)threadIdx.x / WARP, 0); /* seen to be one for all lanes */
@@ -216,12 +215,12 @@ template <int D, int EACH> static __global__ void __launch_bounds__(THREADS, ROT
         for (int k = 0; k < VECTOR; k++)
             t.s[k] = low ? -t.s[k] : t.s[k];
 #pragma unroll
-        for (int n = 0; n < EACH; n += WIDE)
+        for (int n = 0; n < EACH; n += 2)
             if (n < HALF || !keys) {
-                head_part last = p[n + WIDE - 1];
-                turn<D, WIDE>(p + n, t);
-                if (n + WIDE > HALF && keys)
-                    p[n + WIDE - 1] = last;
+                head_part value = p[n + 1];
+                turn<D>(p[n], p[n + 1], t);
+                if (n + 1 == HALF && keys)
+                    p[n + 1] = value;
             }
         int64_t to = (int64_t)((a.page_base + page) * a.r.block_size + in_block) * (int)a.kv.k.ld + first;
         bf16 *left = keys ? (bf16 *)a.kv.k.data + to : row, *right = keys ? (bf16 *)a.kv.v.data + to : row + second;
@@ -290,7 +289,7 @@ static unsigned rotate_grid(const cuda *c, int64_t warps)
     return cuda_grid(c, (warps + THREADS / WARP - 1) / (THREADS / WARP), ROTATE_WAVES);
 }
 
-/* A warp takes fewer heads where there is room for all of them at once. false: not with heads of D. */
+/* Few rows go to more warps, of fewer heads. false: not with heads of D. */
 template <int D> static bool rotate_wide(cuda *c, const rotation &a, status *st)
 {
     typedef rotate_shape<D, 2> few;
@@ -298,7 +297,7 @@ template <int D> static bool rotate_wide(cuda *c, const rotation &a, status *st)
     int64_t warps = (int64_t)a.rows * few::parts(a.r);
     if (!few::fits(a.r))
         return false;
-    if (!many::fits(a.r) || warps <= (int64_t)cuda_room(c) * ROTATE_WAVES * (THREADS / WARP))
+    if (!many::fits(a.r) || warps <= (int64_t)cuda_room(c) * (THREADS / WARP))
         *st = launch(c, "rotate", rotate_kernel<D, 2>, rotate_grid(c, warps), THREADS, 0, a);
     else
         *st = launch(c, "rotate", rotate_kernel<D, 4>, rotate_grid(c, (int64_t)a.rows * many::parts(a.r)), THREADS, 0,

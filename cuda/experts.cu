@@ -9,7 +9,7 @@
 #include "cuda/stream.cuh"
 
 typedef struct worklist {
-    int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8), turns taken by sums */
+    int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8), turns taken by sums, places */
     int4 *tile;        /* expert of this rank, first place, places */
     int32_t *token_at; /* [places] */
     float *factor_at;  /* [places]: the edge's weight */
@@ -139,6 +139,7 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
             w.head[0] = tile + tiles;
             w.head[1] = widest;
             w.head[2] = 0;
+            w.head[3] = begin + all;
         }
     }
     __syncthreads();
@@ -162,6 +163,10 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
 
 /* ---- products on whole boxes */
 
+/* So many numbers of terms the L2 cache holds from product to sum, if the weights only pass through it: 40 of 50 MB. Of
+ * more, the weights have no less use of it. */
+enum { TERMS_HELD = 20000000 };
+
 /* A box holds 32 features: eight gate rows, their eight up rows, and so on. */
 struct gate_up_op {
     enum { GROUPS = 4, ROW = 64, GATHERS = 1, FACTORS = 0 };
@@ -181,6 +186,7 @@ struct gate_up_op {
                 .tokens = w.head[1],
                 .steps = hidden / TILE_K,
                 .outs = 64,
+                .passing = (int64_t)w.head[3] * hidden <= TERMS_HELD,
                 .across = inner / 64};
     }
 
@@ -221,6 +227,7 @@ struct down_op {
                 .tokens = w.head[1],
                 .steps = inner / TILE_K,
                 .outs = 64,
+                .passing = (int64_t)w.head[3] * hidden <= TERMS_HELD,
                 .across = across};
     }
 
@@ -544,7 +551,7 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
                  e->gate_up.ld % 8 == 0 && e->down.ld % 8 == 0;
     int most = boxes ? (int)GEMM_TOKENS : (int)PLAIN;
     size_t bytes = 0, tiles = (size_t)(e->count + edges / most + 1);
-    size_t at_head = take(&bytes, 3 * sizeof(int32_t)), at_tile = take(&bytes, tiles * sizeof(int4));
+    size_t at_head = take(&bytes, 4 * sizeof(int32_t)), at_tile = take(&bytes, tiles * sizeof(int4));
     size_t at_token = take(&bytes, (size_t)edges * sizeof(int32_t)),
            at_factor = take(&bytes, (size_t)edges * sizeof(float)),
            at_counted = take(&bytes, (size_t)(SORT_BLOCKS * e->count) * sizeof(int32_t)),

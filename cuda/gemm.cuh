@@ -64,6 +64,7 @@ typedef struct gemm_shape {
     int tiles, blocks, tokens; /* most boxes and tokens of a tile (tokens a multiple of 8) */
     int steps;                 /* of the inner dimension */
     int outs;                  /* weight rows of a box: 64, or fewer: maps.narrow */
+    bool passing;              /* the L2 cache has better use than to hold weights */
     int across, each, rows;    /* the op's own: tiles of one token range, tokens of each, tokens of all */
 } gemm_shape;
 
@@ -89,12 +90,12 @@ typedef struct gemm_ring {
  * barrier expects them does no harm: it waits for that arrival too. */
 template <class OP>
 static __device__ __forceinline__ void gemm_ask_weights(const gemm_tile &tile, const CUtensorMap *map, uint32_t to,
-                                                        uint32_t full, int k)
+                                                        uint32_t full, int k, uint64_t policy)
 {
     int lane = (int)threadIdx.x % WARP;
     if (lane < tile.blocks)
         copy_box5(to + (uint32_t)lane * GEMM_BOX, map, full, k * TILE_K, 0, 0, tile.group + lane * OP::GROUPS,
-                  tile.expert);
+                  tile.expert, policy);
 }
 
 /* Weights, by one warp. */
@@ -103,6 +104,7 @@ static __device__ void gemm_feed_weights(const OP &op, const gemm_shape &s, cons
                                          const gemm_maps &maps)
 {
     const CUtensorMap *map = s.outs == 64 ? &maps.weights : &maps.narrow;
+    const uint64_t policy = cache_policy(s.passing);
     ring_place p = {0, 1};
     for (int t = (int)blockIdx.x; t < s.tiles; t += (int)gridDim.x) {
         gemm_tile tile = op.tile(s, t);
@@ -113,7 +115,7 @@ static __device__ void gemm_feed_weights(const OP &op, const gemm_shape &s, cons
             barrier_wait(ring.empty + 8 * (uint32_t)p.stage, p.parity);
             if (threadIdx.x == 0)
                 barrier_expect(full, bytes);
-            gemm_ask_weights<OP>(tile, map, to, full, k);
+            gemm_ask_weights<OP>(tile, map, to, full, k, policy);
             ring_next(p, ring.stages);
         }
     }

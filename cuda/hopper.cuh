@@ -118,6 +118,13 @@ static __device__ __forceinline__ float4 cluster_load4(uint32_t at, int rank)
 
 /* ---- copies */
 
+/* How the L2 cache is to hold what a copy brings: as long as anything, or only until there is need of its place. The
+ * latter is createpolicy's evict_first; with its evict_normal copies are slower than with none, with this word not. */
+static __device__ __forceinline__ uint64_t cache_policy(bool passing)
+{
+    return passing ? 0x12f0000000000000 : 0x1000000000000000;
+}
+
 /* A box of a tensor of five dimensions into shared memory; completes on the barrier. One thread calls. */
 static __device__ __forceinline__ void copy_box5(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
                                                  int c2, int c3, int c4)
@@ -126,6 +133,17 @@ static __device__ __forceinline__ void copy_box5(uint32_t to, const CUtensorMap 
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
         "%6, %7}], [%2];" ::"r"(to),
         "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
+/* The same with a cache_policy. */
+static __device__ __forceinline__ void copy_box5(uint32_t to, const CUtensorMap *map, uint32_t barrier, int c0, int c1,
+                                                 int c2, int c3, int c4, uint64_t policy)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+        "{%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
         : "memory");
 }
 

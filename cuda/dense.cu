@@ -319,31 +319,31 @@ static status few(cuda *c, const tensor *y, const tensor *x, const tensor *w, co
 /* ---- some hundred rows
  *
  * As for few rows, and the rows in ranges: a block takes one of them, or several where more rows are in use than
- * likely, and the weights come again. How many ranges the launcher says, how many tokens each has the rows in use. A
- * ring of stages of 64 of the inner dimension; the weights of the first ones are asked for before the rows are known. */
+ * likely, and the weights come again. A ring of stages of 64 of the inner dimension; the weights of the first ones are
+ * asked for before the kernel before this one has ended, and no product waits for the number of rows. A block has a
+ * multiprocessor for itself, or some would share one while others stand empty; but for those of one warpgroup that run
+ * beside, which leave room. */
 
 enum {
     SOME_STAGES = 16,
-    SOME_LAG = 2,                 /* products under way while the next are asked for; stages are more */
     SOME_FEEDERS = 4,             /* warps: two for weights, two for tokens, each every second step */
     SOME_OUT = 2 * 64 * TILE_ROW, /* of a warpgroup */
-    SOME_RING = 96 * 1024,        /* two blocks fit a multiprocessor */
-    SOME_RING_WIDE = 190 * 1024
+    SOME_BESIDE = 96 * 1024       /* ring beside: two blocks fit a multiprocessor */
 };
 
 /* SIDES warpgroups multiply, each its own box. */
 template <int SIDES> struct some_room {
     enum {
-        TOKENS = SIDES > 1 ? 256 : 64, /* most at a time */
+        TOKENS = SIDES == 2 ? 256 : 64 * (SIDES / 2 + 1), /* most at a time: 64, 256, 128 */
         THREADS = 128 * SIDES + SOME_FEEDERS * WARP,
-        BLOCKS = SIDES > 1 ? 1 : 2
+        RING = (GEMM_SHARED - SIDES * SOME_OUT - 2 * SOME_STAGES * 8) / ATOM * ATOM
     };
 };
 
 struct some_op {
     tensor in, y;
     int outs, steps;  /* weight rows of a box; of 64 of the inner dimension */
-    int ranges, half; /* of tokens; token rows of a box, of which a range has one or two */
+    int ranges, each; /* of tokens; token rows of each */
     int stages, ring; /* of the ring; its bytes */
 };
 
@@ -367,13 +367,13 @@ struct some_steps {
     }
 };
 
-/* A step of few tokens is shorter than the way from one that has ended to the one that may begin then: so SOME_LAG of
- * them are under way. */
-template <int N>
+/* A step of few tokens is shorter than the way from one that has ended to the one that may begin then: so two of them
+ * are under way while the next are asked for. Stages are more than that. */
+template <int N, int SIDES>
 static __device__ __forceinline__ void some_multiply(float (&acc)[GEMM_TOKENS / 2], const gemm_ring &ring,
                                                      ring_place &p, ring_place &done, uint32_t box_at, int steps)
 {
-    enum { LAG = N <= 128 ? SOME_LAG : 1 };
+    enum { LAG = SIDES < 3 && N <= 128 ? 2 : 1 };
 #pragma unroll 1
     for (int k = 0; k < steps; k++) {
         uint32_t at = ring.at + (uint32_t)(p.stage * ring.stage_bytes);
@@ -399,7 +399,7 @@ static __device__ __forceinline__ void some_multiply(float (&acc)[GEMM_TOKENS / 
 }
 
 template <bool GATED, int SIDES>
-static __global__ void __launch_bounds__(some_room<SIDES>::THREADS, some_room<SIDES>::BLOCKS)
+static __global__ void __launch_bounds__(some_room<SIDES>::THREADS)
     some_kernel(const __grid_constant__ CUtensorMap box, const __grid_constant__ CUtensorMap rows,
                 const __grid_constant__ some_op op)
 {
@@ -408,15 +408,16 @@ static __global__ void __launch_bounds__(some_room<SIDES>::THREADS, some_room<SI
     extern __shared__ __align__(1024) uint8_t some_space[];
     const int warp = __shfl_sync(EVERY_LANE, (int)threadIdx.x / WARP, 0), lane = (int)threadIdx.x % WARP;
     const int box_groups = op.outs / (GATED ? 16 : 8), group = (int)blockIdx.x * SIDES * box_groups;
-    const int steps = op.steps, half = op.half, feeder = warp - 4 * SIDES;
+    const int steps = op.steps, each = op.each, feeder = warp - 4 * SIDES;
     const uint32_t out = shared_at(some_space) + (uint32_t)op.ring, barriers = out + SIDES * SOME_OUT;
     gemm_ring ring = {.at = shared_at(some_space),
                       .full = barriers,
                       .empty = barriers + SOME_STAGES * 8,
                       .stages = op.stages,
                       .token_at = SIDES * op.outs * TILE_ROW};
-    ring.stage_bytes = ring.token_at + 2 * half * TILE_ROW;
+    ring.stage_bytes = ring.token_at + (each + 15) / 16 * 16 * TILE_ROW;
     if (threadIdx.x == 0) {
+        prefetch_map(&rows);
         for (uint32_t i = 0; i < SOME_STAGES; i++) {
             barrier_init(ring.full + 8 * i, 2);          /* weights and tokens */
             barrier_init(ring.empty + 8 * i, 4 * SIDES); /* the warps that multiply */
@@ -425,76 +426,59 @@ static __global__ void __launch_bounds__(some_room<SIDES>::THREADS, some_room<SI
     }
     __syncthreads();
     let_next();
-    /* One thread asks, all lanes go the same way: what the copy engine is told lies in uniform registers. */
-    auto ask_weights = [&](int stage, int k) {
-        uint32_t done = ring.full + 8 * (uint32_t)stage, to = ring.at + (uint32_t)(stage * ring.stage_bytes);
-        if (lane == 0) {
-            barrier_expect(done, (uint32_t)ring.token_at);
-#pragma unroll
-            for (int b = 0; b < SIDES; b++)
-                copy_box5(to + (uint32_t)(b * op.outs * TILE_ROW), &box, done, k * TILE_K, 0, 0, group + b * box_groups,
-                          0);
-        }
-    };
-    if (feeder >= 0 && feeder < 2)
-#pragma unroll 1
-        for (int k = feeder; k < ring.stages && k < steps; k += 2)
-            ask_weights(k, k);
-    if (feeder == 3) /* the other steps' weights into the cache, shared by the ranges */
-        for (int k = ring.stages + (int)blockIdx.y + op.ranges * (lane / SIDES); k < steps;
-             k += op.ranges * (WARP / SIDES))
-            prefetch_box5(&box, k * TILE_K, 0, 0, group + lane % SIDES * box_groups, 0);
-    after_previous();
-    const int n = __shfl_sync(EVERY_LANE, (int)used_rows(op.in), 0);
-    const bool both = n > op.ranges * half; /* boxes of tokens */
-    const int each = both ? 2 * half : half, stride = op.ranges * each;
-    const int begin = (int)blockIdx.y * each; /* what is asked for must come, even where no rows are left */
-    const int passes = begin < n ? (n - begin + stride - 1) / stride : 1;
+    const int begin = (int)blockIdx.y * each, stride = op.ranges * each;
+    /* The first pass is made in any case: what is asked for must come, and asking waits for no number of rows. */
+    auto passes_of = [&](int n) { return begin < n ? (n - begin + stride - 1) / stride : 1; };
     if (feeder >= 0) {
+        const bool weighs = feeder < 2;
         some_steps s = {feeder % 2, feeder % 2, 0, 1};
         while (s.k >= steps) {
             s.k -= steps;
             s.pass++;
         }
-        if (feeder < 2) {
-            while (s.pass == 0 && s.k < ring.stages) /* asked for above */
-                s.next(ring.stages, steps);
+        if (feeder == 3) /* weights behind the first stages' into the cache, shared by the ranges */
+            for (int k = ring.stages + (int)blockIdx.y + op.ranges * lane; k < steps; k += op.ranges * WARP)
+#pragma unroll
+                for (int b = 0; b < SIDES; b++)
+                    prefetch_box5(&box, k * TILE_K, 0, 0, group + b * box_groups, 0);
+        if (!weighs)
+            after_previous();
+        for (int known = 0, passes = 1; known < 2; known++) {
 #pragma unroll 1
             for (; s.pass < passes; s.next(ring.stages, steps)) {
+                uint32_t done = ring.full + 8 * (uint32_t)s.stage;
+                uint32_t to = ring.at + (uint32_t)(s.stage * ring.stage_bytes);
                 barrier_wait(ring.empty + 8 * (uint32_t)s.stage, s.parity);
-                ask_weights(s.stage, s.k);
+                if (lane == 0 && weighs) {
+                    barrier_expect(done, (uint32_t)ring.token_at);
+#pragma unroll
+                    for (int b = 0; b < SIDES; b++)
+                        copy_box5(to + (uint32_t)(b * op.outs * TILE_ROW), &box, done, s.k * TILE_K, 0, 0,
+                                  group + b * box_groups, 0);
+                } else if (lane == 0) {
+                    barrier_expect(done, (uint32_t)(each * TILE_ROW));
+                    copy_box2(to + (uint32_t)ring.token_at, &rows, done, s.k * TILE_K, begin + s.pass * stride);
+                }
             }
-            return;
-        }
-#pragma unroll 1
-        for (; s.pass < passes; s.next(ring.stages, steps)) {
-            uint32_t done = ring.full + 8 * (uint32_t)s.stage;
-            uint32_t to = ring.at + (uint32_t)(s.stage * ring.stage_bytes + ring.token_at);
-            int row = begin + s.pass * stride, column = s.k * TILE_K;
-            barrier_wait(ring.empty + 8 * (uint32_t)s.stage, s.parity);
-            if (lane == 0) {
-                barrier_expect(done, (uint32_t)(each * TILE_ROW));
-                copy_box2(to, &rows, done, column, row);
-                if (both)
-                    copy_box2(to + (uint32_t)(half * TILE_ROW), &rows, done, column, row + half);
-            }
+            if (weighs && known == 0)
+                after_previous();
+            passes = passes_of(__shfl_sync(EVERY_LANE, (int)used_rows(op.in), 0));
         }
         return;
     }
+    after_previous();
+    const int used = op.in.used ? *op.in.used : (int)op.in.rows; /* on its way until the first pass is made */
     float acc[GEMM_TOKENS / 2];
     ring_place p = {0, 0}, done = {0, 0};
     const int side = warp / 4, column = (group + side * box_groups) * 8;
     const uint32_t box_at = (uint32_t)(side * op.outs * TILE_ROW), mine = out + (uint32_t)(side * SOME_OUT);
     bf16 *y = (bf16 *)op.y.data;
-    for (int pass = 0; pass < passes; pass++) {
-        const int first = begin + pass * stride, left = n - first;
-        gemm_tile tile = {.group = group, .blocks = 1, .outs = op.outs, .first = first};
-        tile.rows = left < each ? left : each;
-        switch (gemm_width(tile.rows)) {
-#define EPOCH_CASE(N)                                            \
-    case N:                                                      \
-        if constexpr (N <= MOST)                                 \
-            some_multiply<N>(acc, ring, p, done, box_at, steps); \
+    for (int pass = 0, passes = 1; pass < passes; pass++) {
+        switch (gemm_width(each)) {
+#define EPOCH_CASE(N)                                                   \
+    case N:                                                             \
+        if constexpr (N <= MOST)                                        \
+            some_multiply<N, SIDES>(acc, ring, p, done, box_at, steps); \
         break;
             EPOCH_CASE(8)
             EPOCH_CASE(16)
@@ -515,6 +499,11 @@ static __global__ void __launch_bounds__(some_room<SIDES>::THREADS, some_room<SI
             EPOCH_CASE(256)
 #undef EPOCH_CASE
         }
+        const int n = __shfl_sync(EVERY_LANE, used < (int)op.in.rows ? used : (int)op.in.rows, 0);
+        const int first = begin + pass * stride, left = n - first;
+        gemm_tile tile = {.group = group, .blocks = 1, .outs = op.outs, .first = first};
+        tile.rows = left < each ? left : each;
+        passes = passes_of(n);
         if (GATED)
             gemm_gated_by_hand(acc, tile, side, mine, y, op.y.ld, column);
         else
@@ -531,19 +520,20 @@ typedef struct some_cut {
     int sides, outs, ranges, each; /* warpgroups, weight rows of each one's box; likely rows of a range */
 } some_cut;
 
-/* No more blocks than multiprocessors, and the least of what bounds a step: its bytes, which come at some 64 a cycle, or
- * its products. Likely are half of the possible rows, which every sequence's sealed block makes twice as many. False:
- * too many for that. */
+/* No more blocks than multiprocessors, and the least of what bounds a step: its bytes, which come at some 64 a cycle,
+ * or its products. Likely are half of the possible rows, which every sequence's sealed block makes twice as many.
+ * False: too many for that. */
 static bool some_fit(int room, int64_t possible, int64_t outs, int step, some_cut *cut)
 {
+    static const int most[] = {64, 224, 128};
     int likely = (int)(possible / 64 * 32), least = INT32_MAX;
-    for (int sides = 1; sides <= 2; sides++)
+    for (int sides = 1; sides <= 3; sides++)
         for (int rows = step; rows <= 64; rows += step)
             for (int ranges = 1; outs % (sides * rows) == 0 && outs / (sides * rows) * ranges <= room; ranges++) {
                 int each = ((likely + ranges - 1) / ranges + 7) & ~7, width = gemm_width(each);
                 int bytes = (sides * rows + width) * (TILE_ROW / 64), products = 2 * sides * width;
-                int cost = 1024 * (bytes > products ? bytes : products) + products; /* of equals, fewer products */
-                if (each <= (sides > 1 ? 224 : 64) && cost < least) {
+                int cost = bytes > products ? bytes : products; /* of equals, the fewest ranges and warpgroups */
+                if (each <= most[sides - 1] && cost < least) {
                     least = cost;
                     *cut = {sides, rows, ranges, each};
                 }
@@ -554,23 +544,32 @@ static bool some_fit(int room, int64_t possible, int64_t outs, int step, some_cu
 template <bool GATED, int SIDES>
 static status some(cuda *c, const tensor *y, const tensor *x, const tensor *w, const some_cut &cut, const char *what)
 {
+    const int most = some_room<SIDES>::RING, behind = SIDES * SOME_OUT + 2 * SOME_STAGES * 8;
+    const int ring = SIDES == 1 && c->stream == c->beside ? (int)SOME_BESIDE : most;
     CUtensorMap box, rows;
     void (*kernel)(CUtensorMap, CUtensorMap, some_op) = some_kernel<GATED, SIDES>;
-    const int bytes = SIDES > 1 ? SOME_RING_WIDE : SOME_RING, shared = bytes + SIDES * SOME_OUT + 2 * SOME_STAGES * 8;
-    const int each = (cut.each + 15) / 16 * 16, stages = bytes / ((SIDES * cut.outs + each) * TILE_ROW);
-    some_op op = {*x, *y, cut.outs, (int)w->cols / TILE_K, cut.ranges, each / 2};
+    const int stages = ring / ((SIDES * cut.outs + (cut.each + 15) / 16 * 16) * TILE_ROW);
+    some_op op = {*x, *y, cut.outs, (int)w->cols / TILE_K, cut.ranges, cut.each};
     op.stages = stages < SOME_STAGES ? stages : (int)SOME_STAGES;
-    op.ring = bytes;
-    assert(op.stages > SOME_LAG && each <= some_room<SIDES>::TOKENS);
+    op.ring = ring;
+    assert(op.stages > 2 && cut.each <= some_room<SIDES>::TOKENS);
     status st = cuda_map_weights(&box, w, 1, GATED ? 2 : 1, cut.outs);
     if (st == OK)
-        st = cuda_map_rows(&rows, x, op.half);
+        st = cuda_map_rows(&rows, x, op.each);
     if (st == OK)
-        st = cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what,
-                        __FILE__, __LINE__);
+        st = cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most + behind), what,
+                        __FILE__, __LINE__); /* one limit for both rings */
     return st == OK ? launch(c, what, kernel, dim3((unsigned)(w->rows / (SIDES * cut.outs)), (unsigned)cut.ranges),
-                             some_room<SIDES>::THREADS, (size_t)shared, box, rows, op)
+                             some_room<SIDES>::THREADS, (size_t)(ring + behind), box, rows, op)
                     : st;
+}
+
+template <bool GATED>
+static status some_by(cuda *c, const tensor *y, const tensor *x, const tensor *w, const some_cut &cut, const char *what)
+{
+    return cut.sides == 1   ? some<GATED, 1>(c, y, x, w, cut, what)
+           : cut.sides == 2 ? some<GATED, 2>(c, y, x, w, cut, what)
+                            : some<GATED, 3>(c, y, x, w, cut, what);
 }
 
 template <class OP>
@@ -591,11 +590,8 @@ static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, 
         return halves == 1 ? few<false>(c, y, x, w, maps.narrow, op.narrow, what)
                            : few<true>(c, y, x, w, maps.narrow, op.narrow, what);
     some_cut cut = {};
-    if (st == OK && y->type == BF16 && some_fit(cuda_room(c), x->rows, w->rows, 8 * halves, &cut)) {
-        if (halves == 1)
-            return cut.sides > 1 ? some<false, 2>(c, y, x, w, cut, what) : some<false, 1>(c, y, x, w, cut, what);
-        return cut.sides > 1 ? some<true, 2>(c, y, x, w, cut, what) : some<true, 1>(c, y, x, w, cut, what);
-    }
+    if (st == OK && y->type == BF16 && some_fit(cuda_room(c), x->rows, w->rows, 8 * halves, &cut))
+        return halves == 1 ? some_by<false>(c, y, x, w, cut, what) : some_by<true>(c, y, x, w, cut, what);
     if (st == OK)
         st = cuda_map_weights(&maps.weights, w, 1, halves, 64);
     if (st == OK)

@@ -481,7 +481,11 @@ extern "C" status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor 
         return OK;
     router r = {*y, *x, (int)w->rows, (int)((w->cols + TILE_K - 1) / TILE_K)};
     const bool few = x->rows <= FEW_ROWS;
-    r.tokens = !few || x->rows <= TOKENS / 2 ? TOKENS / 2 : TOKENS;
+    /* Fewer tokens a tile where the blocks of the likely rows (half of the possible) find a multiprocessor each: slower
+     * where one router follows another, faster in an iteration. */
+    const int64_t half = TOKENS / 2, likely = (x->rows / 64 * 32 + half - 1) / half;
+    const bool spread = likely * ((w->rows + EXPERTS - 1) / EXPERTS) * CHUNKS <= cuda_room(c);
+    r.tokens = !few || spread ? TOKENS / 2 : TOKENS;
     status st = cuda_map_rows(&weights, &as_bf16, EXPERTS);
     if (st == OK)
         st = cuda_map_rows(&tokens, x, r.tokens);

@@ -334,7 +334,7 @@ enum {
 /* SIDES warpgroups multiply, each its own box. */
 template <int SIDES> struct some_room {
     enum {
-        TOKENS = SIDES == 2 ? 256 : 64 * (SIDES / 2 + 1), /* most at a time: 64, 256, 128 */
+        TOKENS = SIDES > 1 ? 256 : 64, /* most at a time */
         THREADS = 128 * SIDES + SOME_FEEDERS * WARP,
         RING = (GEMM_SHARED - SIDES * SOME_OUT - 2 * SOME_STAGES * 8) / ATOM * ATOM
     };
@@ -369,11 +369,11 @@ struct some_steps {
 
 /* A step of few tokens is shorter than the way from one that has ended to the one that may begin then: so two of them
  * are under way while the next are asked for. Stages are more than that. */
-template <int N, int SIDES>
+template <int N>
 static __device__ __forceinline__ void some_multiply(float (&acc)[GEMM_TOKENS / 2], const gemm_ring &ring,
                                                      ring_place &p, ring_place &done, uint32_t box_at, int steps)
 {
-    enum { LAG = SIDES < 3 && N <= 128 ? 2 : 1 };
+    enum { LAG = N <= 128 ? 2 : 1 };
 #pragma unroll 1
     for (int k = 0; k < steps; k++) {
         uint32_t at = ring.at + (uint32_t)(p.stage * ring.stage_bytes);
@@ -475,10 +475,10 @@ static __global__ void __launch_bounds__(some_room<SIDES>::THREADS)
     bf16 *y = (bf16 *)op.y.data;
     for (int pass = 0, passes = 1; pass < passes; pass++) {
         switch (gemm_width(each)) {
-#define EPOCH_CASE(N)                                                   \
-    case N:                                                             \
-        if constexpr (N <= MOST)                                        \
-            some_multiply<N, SIDES>(acc, ring, p, done, box_at, steps); \
+#define EPOCH_CASE(N)                                            \
+    case N:                                                      \
+        if constexpr (N <= MOST)                                 \
+            some_multiply<N>(acc, ring, p, done, box_at, steps); \
         break;
             EPOCH_CASE(8)
             EPOCH_CASE(16)
@@ -525,15 +525,14 @@ typedef struct some_cut {
  * False: too many for that. */
 static bool some_fit(int room, int64_t possible, int64_t outs, int step, some_cut *cut)
 {
-    static const int most[] = {64, 224, 128};
     int likely = (int)(possible / 64 * 32), least = INT32_MAX;
-    for (int sides = 1; sides <= 3; sides++)
+    for (int sides = 1; sides <= 2; sides++)
         for (int rows = step; rows <= 64; rows += step)
             for (int ranges = 1; outs % (sides * rows) == 0 && outs / (sides * rows) * ranges <= room; ranges++) {
                 int each = ((likely + ranges - 1) / ranges + 7) & ~7, width = gemm_width(each);
                 int bytes = (sides * rows + width) * (TILE_ROW / 64), products = 2 * sides * width;
                 int cost = bytes > products ? bytes : products; /* of equals, the fewest ranges and warpgroups */
-                if (each <= most[sides - 1] && cost < least) {
+                if (each <= (sides > 1 ? 224 : 64) && cost < least) {
                     least = cost;
                     *cut = {sides, rows, ranges, each};
                 }
@@ -564,14 +563,6 @@ static status some(cuda *c, const tensor *y, const tensor *x, const tensor *w, c
                     : st;
 }
 
-template <bool GATED>
-static status some_by(cuda *c, const tensor *y, const tensor *x, const tensor *w, const some_cut &cut, const char *what)
-{
-    return cut.sides == 1   ? some<GATED, 1>(c, y, x, w, cut, what)
-           : cut.sides == 2 ? some<GATED, 2>(c, y, x, w, cut, what)
-                            : some<GATED, 3>(c, y, x, w, cut, what);
-}
-
 template <class OP>
 static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, int halves, const char *what)
 {
@@ -590,8 +581,11 @@ static status dense(cuda *c, const tensor *y, const tensor *x, const tensor *w, 
         return halves == 1 ? few<false>(c, y, x, w, maps.narrow, op.narrow, what)
                            : few<true>(c, y, x, w, maps.narrow, op.narrow, what);
     some_cut cut = {};
-    if (st == OK && y->type == BF16 && some_fit(cuda_room(c), x->rows, w->rows, 8 * halves, &cut))
-        return halves == 1 ? some_by<false>(c, y, x, w, cut, what) : some_by<true>(c, y, x, w, cut, what);
+    if (st == OK && y->type == BF16 && some_fit(cuda_room(c), x->rows, w->rows, 8 * halves, &cut)) {
+        if (halves == 1)
+            return cut.sides > 1 ? some<false, 2>(c, y, x, w, cut, what) : some<false, 1>(c, y, x, w, cut, what);
+        return cut.sides > 1 ? some<true, 2>(c, y, x, w, cut, what) : some<true, 1>(c, y, x, w, cut, what);
+    }
     if (st == OK)
         st = cuda_map_weights(&maps.weights, w, 1, halves, 64);
     if (st == OK)

@@ -105,14 +105,14 @@ static void test_products(void **state)
 {
     (void)state;
     static const int all[] = {0, 1, 7, 8, 9, 33, 64, 100, 129, 257, 600}, few[] = {1, 32, 100, 600};
-    static const int many[] = {1, 40, 600, 2100}, some[] = {190, 256, 290, 544};
+    static const int many[] = {1, 40, 600, 2100}, some[] = {190, 256, 290, 544, 2100};
     static const int shape[][2] = {{64, 64}, {192, 128}, {320, 256}, {100, 50}, {64, 72}, {37, 64}};
     for (int i = 0; i < 6; i++)
         product_case(shape[i][0], shape[i][1], all, 11, BF16, BF16);
     product_case(256, 256, all, 11, BF16, F32);
     product_case(3072, 2048, few, 4, BF16, BF16); /* narrow boxes among them */
     product_case(2048, 512, many, 4, BF16, BF16);
-    product_case(3072, 256, some, 4, BF16, BF16);
+    product_case(3072, 256, some, 5, BF16, BF16);
     product_case(2048, 320, some, 4, BF16, BF16);
     product_case(512, 128, many, 4, BF16, F32);
 }

@@ -28,7 +28,7 @@ static __device__ __forceinline__ uint32_t lowest(uint32_t x)
 
 /* A product of rows that lie together by one matrix. */
 struct dense_op {
-    enum { GATHERS = 0, FACTORS = 0 };
+    enum { GATHERS = 0, FACTORS = 0, TOKENS = GEMM_TOKENS, ROOM = TOKENS };
     tensor in, y, w;
     int narrow, sm_count;
     int across[3]; /* tiles of one token range: of narrow boxes, of one box, of two */
@@ -107,8 +107,8 @@ struct matmul_op : dense_op {
     {
         int out = tile.group * 8 + side * 64;
         if (y.type == BF16) {
-            gemm_rows_out(acc, tile, side, room, maps, (bf16 *)y.data, y.ld, out,
-                          [](int, float &a, float &b) { a = b = 1; });
+            gemm_rows_out<matmul_op>(acc, tile, side, room, maps, (bf16 *)y.data, y.ld, out,
+                                     [](int, float &a, float &b) { a = b = 1; });
             return;
         }
         int warp = (int)threadIdx.x % 128 / WARP, lane = (int)threadIdx.x % WARP, row = 16 * warp + lane / 4;
@@ -134,7 +134,7 @@ struct gated_op : dense_op {
     __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
                            const float *, const gemm_maps &maps) const
     {
-        gemm_gated_out(acc, tile, side, room, maps, (bf16 *)y.data, y.ld, tile.group * 8 + side * 32);
+        gemm_gated_out<gated_op>(acc, tile, side, room, maps, (bf16 *)y.data, y.ld, tile.group * 8 + side * 32);
     }
 };
 
@@ -261,8 +261,9 @@ static __global__ void __launch_bounds__(FEW_THREADS)
                 gemm_put_gated(acc, j, out + (uint32_t)(8 * j * 64));
         } else {
 #pragma unroll
-            for (int j = 0; j < N / 8; j += 2)
-                gemm_put_rows(acc, j, out + (uint32_t)(8 * j * TILE_ROW), [](int, float &a, float &b) { a = b = 1; });
+            for (int j = 0; j < N / 8; j += 8)
+                gemm_put_rows(acc, j, (N + 15) / 16 * 2, out + (uint32_t)(8 * j * TILE_ROW),
+                              [](int, float &a, float &b) { a = b = 1; });
         }
         meet(1, 128);
         bf16 *y = (bf16 *)op.y.data + first * op.y.ld + box * 8;

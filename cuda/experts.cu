@@ -2,15 +2,18 @@
  * then term = weight * (down act), both BF16; then each token's sum over its terms, fp32 in the tree's order
  * (sum_tree.h), unless it is left to the op `merge` (residual.cu).
  *
- * An edge's place is its rank in the sorted order. A tile is a run of places of one expert: at most 256 of them where
+ * An edge's place is its rank in the sorted order. A tile is a run of places of one expert: at most 288 of them where
  * gemm.cuh multiplies (a Hopper GPU, whole 64 x 64 boxes), which reads each weight of a touched expert once a tile and
- * no others at all; at most 16 in the plain kernel for any shape. A place's result is the same wherever it lies. */
+ * no others at all; at most 16 in the plain kernel for any shape. 288, so that experts of 256 tokens each, or of some
+ * 512, seldom need a tile more than the mean does. A place's result is the same wherever it lies. */
 #include "cuda/gemm.cuh"
 #include "cuda/stream.cuh"
 
+enum { EXPERT_TOKENS = 288 }; /* most places of a tile */
+
 typedef struct worklist {
     int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8), turns taken by sums, places */
-    int4 *tile;        /* expert of this rank, first place, places */
+    int4 *tile;        /* expert of this rank, first place, places; the most places first */
     int32_t *token_at; /* [places] */
     float *factor_at;  /* [places]: the edge's weight */
     int32_t *place_of; /* [edges]; of an edge to another rank or none: not written */
@@ -61,7 +64,7 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
     sort_kernel(tensor ids, tensor weights, int first, int count, int most, bool settled, worklist w)
 {
     extern __shared__ int32_t sort_room[]; /* [SORT_WARPS, count] counts, then [count] totals and [count] starts */
-    __shared__ int32_t sums[SORT_WARPS], widest;
+    __shared__ int32_t sums[SORT_WARPS], widest, longer[EXPERT_TOKENS];
     int32_t *total = sort_room + SORT_WARPS * count, *start = total + count;
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, me = (int)threadIdx.x;
     int32_t *mine = sort_room + warp * count;
@@ -126,17 +129,29 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
     if (me < count)
         start[me] = begin + before;
     if (blockIdx.x == 0) {
-        int32_t tiles = (all + most - 1) / most, tile = sum_before(tiles, sums);
+        /* Blocks take tiles in turn: where those of a turn are alike, none has more to do than another. */
+        int32_t tiles = (all + most - 1) / most, longest = tiles > 0 ? (all + tiles - 1) / tiles : most;
+        if (me < most)
+            longer[me] = 0; /* tiles of most - me places, then of more */
+        __syncthreads();
+        if (tiles > 0)
+            atomicAdd(&longer[most - longest], tiles);
+        __syncthreads();
+        int32_t alike = me < most ? longer[me] : 0, before_these = sum_before(alike, sums);
+        if (me < most)
+            longer[me] = before_these;
+        __syncthreads();
+        int32_t tile = tiles > 0 ? atomicAdd(&longer[most - longest], tiles) : 0;
         for (int32_t i = 0, at = begin; i < tiles; i++) {
             int32_t places = all / tiles + (i < all % tiles);
             w.tile[tile + i] = make_int4(me, at, places, 0);
             at += places;
         }
         if (tiles > 0)
-            atomicMax(&widest, gemm_width(all / tiles + (all % tiles > 0)));
+            atomicMax(&widest, gemm_width(longest));
         __syncthreads();
         if (me == SORT_THREADS - 1) {
-            w.head[0] = tile + tiles;
+            w.head[0] = before_these + alike;
             w.head[1] = widest;
             w.head[2] = 0;
             w.head[3] = begin + all;
@@ -167,9 +182,10 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
  * more, the weights have no less use of it. */
 enum { TERMS_HELD = 20000000 };
 
-/* A box holds 32 features: eight gate rows, their eight up rows, and so on. */
+/* A box holds 32 features: eight gate rows, their eight up rows, and so on. A gather waits longer for what it asked for
+ * than the copy engine: with half the room for results there are four stages of the widest tile in place of three. */
 struct gate_up_op {
-    enum { GROUPS = 4, ROW = 64, GATHERS = 1, FACTORS = 0 };
+    enum { GROUPS = 4, TOKENS = EXPERT_TOKENS, ROW = 64, ROOM = TOKENS / 2, GATHERS = 1, FACTORS = 0 };
     const bf16 *x;
     worklist w;
     bf16 *act;
@@ -187,13 +203,16 @@ struct gate_up_op {
                 .steps = hidden / TILE_K,
                 .outs = 64,
                 .passing = (int64_t)w.head[3] * hidden <= TERMS_HELD,
-                .across = inner / 64};
+                .across = inner / 64,
+                .per = gemm_per(inner / 64)};
     }
 
     __device__ gemm_tile tile(const gemm_shape &s, int t) const
     {
-        int4 run = w.tile[t / s.across];
-        return {.expert = run.x, .group = t % s.across * 8, .blocks = 2, .outs = 64, .first = run.y, .rows = run.z};
+        const int of = gemm_over(t, s.per);
+        int4 run = w.tile[of];
+        return {
+            .expert = run.x, .group = (t - of * s.across) * 8, .blocks = 2, .outs = 64, .first = run.y, .rows = run.z};
     }
 
     __device__ uint32_t source(const gemm_tile &tile, int r) const
@@ -201,16 +220,16 @@ struct gate_up_op {
         return (uint32_t)w.token_at[tile.first + r] * (uint32_t)(ld / 8);
     }
 
-    __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
+    __device__ void finish(const float (&acc)[TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
                            const float *, const gemm_maps &maps) const
     {
-        gemm_gated_out(acc, tile, side, room, maps, act, inner, tile.group * 8 + side * 32);
+        gemm_gated_out<gate_up_op>(acc, tile, side, room, maps, act, inner, tile.group * 8 + side * 32);
     }
 };
 
 /* The tokens are the rows of act, by place. */
 struct down_op {
-    enum { GROUPS = 8, ROW = 128, GATHERS = 0, FACTORS = 1 };
+    enum { GROUPS = 8, TOKENS = EXPERT_TOKENS, ROW = 128, ROOM = 256, GATHERS = 0, FACTORS = 1 };
     worklist w;
     bf16 *term;
     int hidden, inner;
@@ -228,13 +247,15 @@ struct down_op {
                 .steps = inner / TILE_K,
                 .outs = 64,
                 .passing = (int64_t)w.head[3] * hidden <= TERMS_HELD,
-                .across = across};
+                .across = across,
+                .per = gemm_per(across)};
     }
 
     __device__ gemm_tile tile(const gemm_shape &s, int t) const
     {
-        int4 run = w.tile[t / s.across];
-        int box = t % s.across * 2, boxes = hidden / 64 - box;
+        const int of = gemm_over(t, s.per);
+        int4 run = w.tile[of];
+        int box = (t - of * s.across) * 2, boxes = hidden / 64 - box;
         return {.expert = run.x,
                 .group = box * 8,
                 .blocks = boxes < 2 ? boxes : 2,
@@ -248,14 +269,14 @@ struct down_op {
         return w.factor_at[tile.first + r];
     }
 
-    __device__ void finish(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
+    __device__ void finish(const float (&acc)[TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
                            const float *factor, const gemm_maps &maps) const
     {
-        gemm_rows_out(acc, tile, side, room, maps, term, hidden, tile.group * 8 + side * 64,
-                      [=](int r, float &a, float &b) {
-                          a = factor[r];
-                          b = factor[r + 1];
-                      });
+        gemm_rows_out<down_op>(acc, tile, side, room, maps, term, hidden, tile.group * 8 + side * 64,
+                               [=](int r, float &a, float &b) {
+                                   a = factor[r];
+                                   b = factor[r + 1];
+                               });
     }
 };
 
@@ -549,7 +570,7 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
     bool hopper = cuda_is_hopper(c);
     bool boxes = hopper && hidden % 64 == 0 && inner % 64 == 0 && x->ld % 8 == 0 && (uintptr_t)x->data % 16 == 0 &&
                  e->gate_up.ld % 8 == 0 && e->down.ld % 8 == 0;
-    int most = boxes ? (int)GEMM_TOKENS : (int)PLAIN;
+    int most = boxes ? (int)EXPERT_TOKENS : (int)PLAIN;
     size_t bytes = 0, tiles = (size_t)(e->count + edges / most + 1);
     size_t at_head = take(&bytes, 4 * sizeof(int32_t)), at_tile = take(&bytes, tiles * sizeof(int4));
     size_t at_token = take(&bytes, (size_t)edges * sizeof(int32_t)),

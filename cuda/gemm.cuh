@@ -1,10 +1,11 @@
 /* One persistent product for all weights in BF16: y[token, out] = x[token, :] w[out, :]^T on Hopper's tensor cores.
  *
- * The weights are the M side: a block multiplies one or two boxes of 64 weight rows by up to 256 tokens, so that few
- * tokens waste nothing and the weights stream. The number of tokens a tile has only picks the width of the instruction;
- * the inner dimension always runs 16 by 16 from its start into one accumulator, and so a token's result depends neither
- * on its neighbours nor on the tiling. Where there are fewer boxes than multiprocessors and few tokens, boxes may be
- * narrow: fewer weight rows, multiplied by the same instruction, whose other rows hold whatever lies behind the box.
+ * The weights are the M side: a block multiplies one or two boxes of 64 weight rows by up to 256 tokens, or 288, so
+ * that few tokens waste nothing and the weights stream. The number of tokens a tile has only picks the width of the
+ * instruction; the inner dimension always runs 16 by 16 from its start into one accumulator, and so a token's result
+ * depends neither on its neighbours nor on the tiling. Where there are fewer boxes than multiprocessors and few tokens,
+ * boxes may be narrow: fewer weight rows, multiplied by the same instruction, whose other rows hold whatever lies
+ * behind the box.
  *
  * Three warpgroups. The first feeds a ring of stages (64 of the inner dimension each): one warp asks the copy engine
  * for weights, another for tokens that lie together; scattered ones are gathered by the three others, 16 bytes a copy.
@@ -13,7 +14,9 @@
  *
  * A product is described by an op, a struct passed to the kernel. Its constants:
  *     GROUPS     groups of 8 rows, of one half, in a box
+ *     TOKENS     most tokens of a tile: 256 or 288
  *     ROW        bytes that a box of 64 makes of a token: 128, or 64 (gated)
+ *     ROOM       tokens whose results wait in shared memory at once, a multiple of 16
  *     GATHERS    1: a tile's tokens are scattered, source() says where; 0: they are neighbours in maps.rows16, rows64
  *     FACTORS    1: each token's results have a factor
  * and its members:
@@ -35,21 +38,22 @@
 
 enum {
     GEMM_THREADS = 384,
-    GEMM_TOKENS = 256,        /* most tokens of a tile */
+    GEMM_TOKENS = 256,        /* most tokens of an instruction */
     GEMM_BOX = 64 * TILE_ROW, /* bytes of a box of weights */
     GEMM_STAGES = 16,         /* most stages */
     GEMM_SHARED = 227 * 1024
 };
 
-/* Shared memory of an op whose box makes ROW bytes of a token: each warpgroup's way out has room for a whole tile. */
-template <int ROW> struct gemm_room {
+/* Shared memory of an op: each warpgroup has its own room for the way out, and for factors. */
+template <class OP> struct gemm_room {
     enum {
-        OUT = GEMM_TOKENS * ROW,
-        REST = 2 * OUT + 2 * GEMM_TOKENS * 4 + 2 * GEMM_STAGES * 8 + 64,
+        OUT = OP::ROOM * OP::ROW,
+        FACTOR = OP::FACTORS ? OP::TOKENS * 4 : 0,
+        REST = 2 * OUT + 2 * FACTOR + 2 * GEMM_STAGES * 8 + 64,
         RING = (GEMM_SHARED - REST) / ATOM * ATOM,
         AT_OUT = RING,
         AT_FACTOR = AT_OUT + 2 * OUT,
-        AT_BARRIER = AT_FACTOR + 2 * GEMM_TOKENS * 4,
+        AT_BARRIER = AT_FACTOR + 2 * FACTOR,
         AT_SHAPE = AT_BARRIER + 2 * GEMM_STAGES * 8
     };
 };
@@ -66,7 +70,20 @@ typedef struct gemm_shape {
     int outs;                  /* weight rows of a box: 64, or fewer: maps.narrow */
     bool passing;              /* the L2 cache has better use than to hold weights */
     int across, each, rows;    /* the op's own: tiles of one token range, tokens of each, tokens of all */
+    uint32_t per;              /* gemm_per(across) */
 } gemm_shape;
+
+/* t / across is gemm_over(t, gemm_per(across)) while the product of both is below 2^31; a division of integers takes
+ * 200 cycles, and between two tiles nothing else is done. */
+static __device__ __forceinline__ uint32_t gemm_per(int across)
+{
+    return (0x80000000u + (uint32_t)across - 1) / (uint32_t)across;
+}
+
+static __device__ __forceinline__ int gemm_over(int t, uint32_t per)
+{
+    return (int)__umulhi(2 * (uint32_t)t, per);
+}
 
 typedef struct gemm_tile {
     int expert, group; /* where its boxes begin: groups of eight rows */
@@ -106,8 +123,11 @@ static __device__ void gemm_feed_weights(const OP &op, const gemm_shape &s, cons
     const CUtensorMap *map = s.outs == 64 ? &maps.weights : &maps.narrow;
     const uint64_t policy = cache_policy(s.passing);
     ring_place p = {0, 1};
+    gemm_tile next = op.tile(s, (int)blockIdx.x);
     for (int t = (int)blockIdx.x; t < s.tiles; t += (int)gridDim.x) {
-        gemm_tile tile = op.tile(s, t);
+        gemm_tile tile = next;
+        if (t + (int)gridDim.x < s.tiles) /* asked for early: it may come from device memory */
+            next = op.tile(s, t + (int)gridDim.x);
         uint32_t bytes = (uint32_t)(tile.blocks * tile.outs) * TILE_ROW;
 #pragma unroll 1
         for (int k = 0; k < s.steps; k++) {
@@ -127,8 +147,11 @@ static __device__ void gemm_feed_tokens(const OP &op, const gemm_shape &s, const
 {
     const int lane = (int)threadIdx.x % WARP;
     ring_place p = {0, 1};
+    gemm_tile next = op.tile(s, (int)blockIdx.x);
     for (int t = (int)blockIdx.x; t < s.tiles; t += (int)gridDim.x) {
-        gemm_tile tile = op.tile(s, t);
+        gemm_tile tile = next;
+        if (t + (int)gridDim.x < s.tiles)
+            next = op.tile(s, t + (int)gridDim.x);
         int width = gemm_width(tile.rows), large = width / 64, boxes = large + (width % 64 + 15) / 16;
         uint32_t bytes = (uint32_t)(48 * large + 16 * boxes) * TILE_ROW;
         int row = lane < large ? 64 * lane : 48 * large + 16 * lane;
@@ -148,23 +171,33 @@ static __device__ void gemm_feed_tokens(const OP &op, const gemm_shape &s, const
 }
 
 /* Scattered tokens, by the three other warps: groups of eight rows in turn, lane 8 i + c chunk c of rows i and i + 4.
- * Rows behind the tile's last are copies of it. */
+ * Rows behind the tile's last are copies of it. Where a warp's rows are, each lane asks for its share, a tile ahead. */
 template <class OP> static __device__ void gemm_feed_scattered(const OP &op, const gemm_shape &s, const gemm_ring &ring)
 {
-    enum { WARPS = 3, EACH = (GEMM_TOKENS / 8 + WARPS - 1) / WARPS };
+    enum { WARPS = 3, EACH = (OP::TOKENS / 8 + WARPS - 1) / WARPS, MINE = (8 * EACH + WARP - 1) / WARP };
     ring_place p = {0, 1};
     const int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP - 1, row = lane >> 3, chunk = lane & 7;
     const uint32_t at = ring.at + (uint32_t)(ring.token_at + warp * ATOM + row * TILE_ROW + ((chunk ^ row) << 4));
     const uint32_t second = (uint32_t)(4 * TILE_ROW) + ((chunk ^ row) & 4 ? -64u : 64u); /* chunk ^ (row + 4) */
+    uint32_t mine[MINE]; /* of the warp's rows, lane + 32 i */
+    auto find = [&](const gemm_tile &tile) {
+#pragma unroll
+        for (int i = 0; i < MINE; i++) {
+            int r = 8 * (warp + (lane / 8 + 4 * i) * WARPS) + lane % 8;
+            mine[i] = op.source(tile, r < tile.rows ? r : tile.rows - 1);
+        }
+    };
+    gemm_tile next = op.tile(s, (int)blockIdx.x);
+    find(next);
     for (int t = (int)blockIdx.x; t < s.tiles; t += (int)gridDim.x) {
-        gemm_tile tile = op.tile(s, t);
-        const int groups = __shfl_sync(EVERY_LANE, ((tile.rows + 7) / 8 - warp + WARPS - 1) / WARPS, 0);
+        const int groups = __shfl_sync(EVERY_LANE, ((next.rows + 7) / 8 - warp + WARPS - 1) / WARPS, 0);
+        const bool more = t + (int)gridDim.x < s.tiles;
         uint32_t from[2 * EACH];
 #pragma unroll
-        for (int i = 0; i < 2 * EACH; i++) {
-            int r = 8 * (warp + i / 2 * WARPS) + 4 * (i % 2) + row;
-            from[i] = i / 2 < groups ? op.source(tile, r < tile.rows ? r : tile.rows - 1) + (uint32_t)chunk : 0;
-        }
+        for (int i = 0; i < 2 * EACH; i++)
+            from[i] = __shfl_sync(EVERY_LANE, mine[i / 8], i % 8 * 4 + row) + (uint32_t)chunk;
+        if (more)
+            next = op.tile(s, t + (int)gridDim.x);
         const uint4 *x = (const uint4 *)op.x;
         asm volatile("" : "+l"(x)); /* in registers: an address is one instruction */
 #pragma unroll 1
@@ -179,6 +212,8 @@ template <class OP> static __device__ void gemm_feed_scattered(const OP &op, con
                 copy16(to + second + (uint32_t)(i * WARPS * ATOM), x + from[2 * i + 1]);
             }
             copies_arrive(ring.full + 8 * (uint32_t)p.stage);
+            if (k == s.steps / 2 && more)
+                find(next);
             x += TILE_ROW / 16;
             ring_next(p, ring.stages);
         }
@@ -189,6 +224,20 @@ static __device__ __forceinline__ void gemm_release(const gemm_ring &ring, int s
 {
     if (threadIdx.x % WARP == 0)
         barrier_arrive(ring.empty + 8 * (uint32_t)stage);
+}
+
+/* acc += w[64, 16] x[N, 16]^T. What is more than an instruction can take is a small one of its own: the accumulators of
+ * all widths begin in the same registers so, without which the compiler lets no two products overlap. */
+template <int N, int COUNT>
+static __device__ __forceinline__ void gemm_product(float (&acc)[COUNT], uint64_t w, uint64_t x, int add)
+{
+    if constexpr (N <= GEMM_TOKENS) {
+        product<N>::run(acc, w, x, add);
+    } else {
+        typedef float rest[COUNT - GEMM_TOKENS / 2];
+        product<GEMM_TOKENS>::run(acc, w, x, add);
+        product<N - GEMM_TOKENS>::run(*(rest *)(acc + GEMM_TOKENS / 2), w, x + (GEMM_TOKENS * TILE_ROW >> 4), add);
+    }
 }
 
 /* One tile's products of one warpgroup. */
@@ -206,7 +255,7 @@ static __device__ __forceinline__ void gemm_multiply(float (&acc)[COUNT], const 
         products_begin();
 #pragma unroll
         for (int i = 0; i < TILE_K / 16; i++)
-            product<N>::run(acc, w + 2 * i, x + 2 * i, i > 0 ? 1 : k);
+            gemm_product<N>(acc, w + 2 * i, x + 2 * i, i > 0 ? 1 : k);
         products_commit();
         if (k > 0) {
             products_wait<1>();
@@ -224,9 +273,9 @@ template <class OP>
 static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gemm_ring &ring, const gemm_maps &maps,
                                     uint8_t *room, int side)
 {
-    enum { ROWS = GEMM_TOKENS / 128 };
-    typedef gemm_room<OP::ROW> at;
-    float *factor = (float *)(room + at::AT_FACTOR) + side * GEMM_TOKENS;
+    enum { ROWS = (OP::TOKENS + 127) / 128 };
+    typedef gemm_room<OP> at;
+    float *factor = (float *)(room + at::AT_FACTOR) + side * OP::TOKENS;
     uint32_t out = shared_at(room + at::AT_OUT) + (uint32_t)(side * at::OUT);
     const int me = (int)threadIdx.x % 128;
     ring_place p = {0, 0};
@@ -245,11 +294,12 @@ static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gem
                     f[i] = op.factor(tile, me + 128 * i);
         }
         if (side < tile.blocks) {
-            float acc[GEMM_TOKENS / 2];
+            float acc[OP::TOKENS / 2];
             switch (gemm_width(tile.rows)) {
-#define EPOCH_CASE(N)                                      \
-    case N:                                                \
-        gemm_multiply<OP, N>(acc, ring, p, s.steps, side); \
+#define EPOCH_CASE(N)                                          \
+    case N:                                                    \
+        if constexpr (N <= OP::TOKENS)                         \
+            gemm_multiply<OP, N>(acc, ring, p, s.steps, side); \
         break;
                 EPOCH_CASE(8)
                 EPOCH_CASE(16)
@@ -268,12 +318,15 @@ static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gem
                 EPOCH_CASE(224)
                 EPOCH_CASE(240)
                 EPOCH_CASE(256)
+                EPOCH_CASE(272)
+                EPOCH_CASE(288)
 #undef EPOCH_CASE
             }
             if (OP::FACTORS) {
 #pragma unroll
                 for (int i = 0; i < ROWS; i++)
-                    factor[me + 128 * i] = f[i];
+                    if (me + 128 * i < OP::TOKENS)
+                        factor[me + 128 * i] = f[i];
                 meet(2 + side, 128);
             }
             op.finish(acc, tile, side, out, factor, maps);
@@ -295,7 +348,7 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t room[];
-    typedef gemm_room<OP::ROW> at;
+    typedef gemm_room<OP> at;
     gemm_shape *found = (gemm_shape *)(room + at::AT_SHAPE);
     const uint32_t full = shared_at(room + at::AT_BARRIER), empty = full + GEMM_STAGES * 8;
     if (threadIdx.x == 0) {
@@ -354,57 +407,72 @@ static status gemm_launch(cuda *c, const gemm_maps &maps, const OP &op, int64_t 
 }
 
 /* The way out of whole boxes: a tile's rows of ROW bytes, swizzled, wait in the warpgroup's room while the copy engine
- * brings them out and the next tile begins. `put` writes them there. Rows behind the last eight go by hand. */
-template <int ROW, class PUT>
+ * brings them out and the next tile begins; the last ones go first, where there are more than the room holds.
+ * `put(from, end)` writes those from `from` on to its beginning, as many as it holds or up to `end`. Rows behind the
+ * last eight go by hand. */
+template <class OP, class PUT>
 static __device__ __forceinline__ void gemm_boxes_out(const gemm_tile &tile, int side, uint32_t room,
                                                       const gemm_maps &maps, bf16 *y, int64_t ldy, int column,
                                                       const PUT &put)
 {
-    enum { CHUNKS = ROW / 16 };
+    enum { ROW = OP::ROW, ROOM = OP::ROOM, CHUNKS = ROW / 16, PASSES = (OP::TOKENS + ROOM - 1) / ROOM };
     const int me = (int)threadIdx.x % 128, warp = me / WARP, lane = me % WARP;
-    brought_wait_read();
-    meet(2 + side, 128); /* the room may be written again */
-    put();
-    fence_written();
-    meet(2 + side, 128);
-    int large = tile.rows / 64, boxes = large + tile.rows % 64 / 8, box = 4 * lane + warp;
-    if (box < boxes) {
-        int row = box < large ? 64 * box : 56 * large + 8 * box;
-        bring_box2(box < large ? &maps.out64 : &maps.out8, room + (uint32_t)(row * ROW), column, tile.first + row);
-    }
-    brought_commit();
-    int token = (tile.rows & ~7) + me / CHUNKS, chunk = me % CHUNKS;
-    if (token < tile.rows) {
-        int place = ROW == TILE_ROW ? chunk ^ (token & 7) : chunk ^ (token >> 1 & 3);
-        global_store16(y + (tile.first + token) * ldy + column + chunk * 8,
-                       shared_load16(room + (uint32_t)(token * ROW + (place << 4))));
+#pragma unroll
+    for (int pass = PASSES - 1; pass >= 0; pass--) {
+        const int from = pass * ROOM, left = tile.rows - from, rows = left < ROOM ? left : (int)ROOM;
+        if (rows <= 0)
+            continue;
+        brought_wait_read();
+        meet(2 + side, 128); /* the room may be written again */
+        put(from, from + ROOM < OP::TOKENS ? from + ROOM : (int)OP::TOKENS);
+        fence_written();
+        meet(2 + side, 128);
+        int large = rows / 64, boxes = large + rows % 64 / 8, box = 4 * lane + warp;
+        if (box < boxes) {
+            int row = box < large ? 64 * box : 56 * large + 8 * box;
+            bring_box2(box < large ? &maps.out64 : &maps.out8, room + (uint32_t)(row * ROW), column,
+                       tile.first + from + row);
+        }
+        brought_commit();
+        int token = (rows & ~7) + me / CHUNKS, chunk = me % CHUNKS;
+        if (token < rows) {
+            int place = ROW == TILE_ROW ? chunk ^ (token & 7) : chunk ^ (token >> 1 & 3);
+            global_store16(y + (tile.first + from + token) * ldy + column + chunk * 8,
+                           shared_load16(room + (uint32_t)(token * ROW + (place << 4))));
+        }
     }
 }
 
-/* Sixteen tokens from 8 j on, swizzled rows of 128 bytes from `to` on. `with` gives the factors of tokens r, r + 1. */
-template <class WITH>
-static __device__ __forceinline__ void gemm_put_rows(const float (&acc)[GEMM_TOKENS / 2], int j, uint32_t to,
+/* Tokens from 8 j on up to 8 end, at most 64, swizzled rows of 128 bytes from `to` on. `with` gives the factors of
+ * tokens r, r + 1. All are made before the first is stored: a load of factors would wait for the store before it. */
+template <int COUNT, class WITH>
+static __device__ __forceinline__ void gemm_put_rows(const float (&acc)[COUNT], int j, int end, uint32_t to,
                                                      const WITH &with)
 {
     const int warp = (int)threadIdx.x % 128 / WARP, lane = (int)threadIdx.x % WARP;
-    uint32_t v[4]; /* blocks: tokens 8 j on of outs 0-7 and 8-15 of this warp, then the next eight tokens */
+    const int token = 8 * (lane / 16) + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+    uint32_t v[4][4]; /* blocks: eight tokens of outs 0-7 and 8-15 of this warp, then the next eight tokens */
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        int b = 4 * (j + h), r = 8 * (j + h) + 2 * (lane % 4);
-        float f0, f1;
-        with(r, f0, f1);
-        v[2 * h] = pair(acc[b] * f0, acc[b + 1] * f1);
-        v[2 * h + 1] = pair(acc[b + 2] * f0, acc[b + 3] * f1);
-    }
-    int token = 8 * (lane / 16) + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-    store_across(to + (uint32_t)(token * TILE_ROW + ((chunk ^ (token & 7)) << 4)), v[0], v[1], v[2], v[3]);
+    for (int h = 0; h < 8; h++)
+        if (j + h < end) {
+            int b = 4 * (j + h), r = 8 * (j + h) + 2 * (lane % 4);
+            float f0, f1;
+            with(r, f0, f1);
+            v[h / 2][h % 2 * 2] = pair(acc[b] * f0, acc[b + 1] * f1);
+            v[h / 2][h % 2 * 2 + 1] = pair(acc[b + 2] * f0, acc[b + 3] * f1);
+        }
+#pragma unroll
+    for (int h = 0; h < 4; h++)
+        if (j + 2 * h < end)
+            store_across(to + (uint32_t)((16 * h + token) * TILE_ROW + ((chunk ^ (token & 7)) << 4)), v[h][0], v[h][1],
+                         v[h][2], v[h][3]);
 }
 
 /* The way out of a box of any size by tile.rows tokens, to y(first + token) + column, by hand: 64 tokens at a time,
  * each half of some room in turn. */
-template <class WITH>
-static __device__ __forceinline__ void gemm_rows_by_hand(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
-                                                         int side, uint32_t room, bf16 *y, int64_t ldy, int column,
+template <int COUNT, class WITH>
+static __device__ __forceinline__ void gemm_rows_by_hand(const float (&acc)[COUNT], const gemm_tile &tile, int side,
+                                                         uint32_t room, bf16 *y, int64_t ldy, int column,
                                                          const WITH &with)
 {
     const int me = (int)threadIdx.x % 128, chunk = me & 7;
@@ -413,9 +481,7 @@ static __device__ __forceinline__ void gemm_rows_by_hand(const float (&acc)[GEMM
         if (8 * j >= tile.rows)
             break;
         uint32_t half = room + (uint32_t)((j / 8 & 1) * 64 * TILE_ROW);
-#pragma unroll
-        for (int i = 0; i < 8; i += 2)
-            gemm_put_rows(acc, j + i, half + (uint32_t)(8 * i * TILE_ROW), with);
+        gemm_put_rows(acc, j, j + 8, half, with);
         meet(2 + side, 128);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -430,18 +496,18 @@ static __device__ __forceinline__ void gemm_rows_by_hand(const float (&acc)[GEMM
 
 /* The way out of a box's outs by tile.rows tokens as they are, to y(first + token) + column. A narrow box's: by
  * hand. */
-template <class WITH>
-static __device__ __forceinline__ void gemm_rows_out(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
+template <class OP, class WITH>
+static __device__ __forceinline__ void gemm_rows_out(const float (&acc)[OP::TOKENS / 2], const gemm_tile &tile,
                                                      int side, uint32_t room, const gemm_maps &maps, bf16 *y,
                                                      int64_t ldy, int column, const WITH &with)
 {
     if (tile.outs == 64) {
-        gemm_boxes_out<TILE_ROW>(tile, side, room, maps, y, ldy, column, [&]() {
+        gemm_boxes_out<OP>(tile, side, room, maps, y, ldy, column, [&](int from, int end) {
 #pragma unroll
-            for (int j = 0; j < GEMM_TOKENS / 8; j += 2) {
+            for (int j = from / 8; j < end / 8; j += 8) {
                 if (8 * j >= tile.rows)
                     break;
-                gemm_put_rows(acc, j, room + (uint32_t)(8 * j * TILE_ROW), with);
+                gemm_put_rows(acc, j, end / 8, room + (uint32_t)((8 * j - from) * TILE_ROW), with);
             }
         });
         return;
@@ -454,23 +520,29 @@ static __device__ __forceinline__ float silu(float x)
     return __fdividef(x, 1.0f + __expf(-x));
 }
 
-/* Thirty-two tokens from 8 j on, swizzled rows of 32 features from `to` on. */
-static __device__ __forceinline__ void gemm_put_gated(const float (&acc)[GEMM_TOKENS / 2], int j, uint32_t to)
+/* TOKENS, 16 or 32, from 8 j on, swizzled rows of 32 features from `to` on. */
+template <int TOKENS = 32, int COUNT>
+static __device__ __forceinline__ void gemm_put_gated(const float (&acc)[COUNT], int j, uint32_t to)
 {
     const int warp = (int)threadIdx.x % 128 / WARP, lane = (int)threadIdx.x % WARP;
-    uint32_t v[4];
+    uint32_t v[TOKENS / 8];
 #pragma unroll
-    for (int h = 0; h < 4; h++) {
+    for (int h = 0; h < TOKENS / 8; h++) {
         int b = 4 * (j + h);
         v[h] = pair(silu(acc[b]) * acc[b + 2], silu(acc[b + 1]) * acc[b + 3]);
     }
-    int token = 8 * (lane / 8) + lane % 8;
-    store_across(to + (uint32_t)(token * 64 + ((warp ^ (token >> 1 & 3)) << 4)), v[0], v[1], v[2], v[3]);
+    int token = lane % TOKENS;
+    uint32_t at = to + (uint32_t)(token * 64 + ((warp ^ (token >> 1 & 3)) << 4));
+    if constexpr (TOKENS == 32)
+        store_across(at, v[0], v[1], v[2], v[3]);
+    else
+        store_across(at, v[0], v[1]);
 }
 
 /* As gemm_gated_out, of a box of any size, by hand. */
-static __device__ __forceinline__ void gemm_gated_by_hand(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
-                                                          int side, uint32_t room, bf16 *y, int64_t ldy, int column)
+template <int COUNT>
+static __device__ __forceinline__ void gemm_gated_by_hand(const float (&acc)[COUNT], const gemm_tile &tile, int side,
+                                                          uint32_t room, bf16 *y, int64_t ldy, int column)
 {
     enum { ROW = 64 };
     const int me = (int)threadIdx.x % 128, chunk = me & 3;
@@ -495,18 +567,22 @@ static __device__ __forceinline__ void gemm_gated_by_hand(const float (&acc)[GEM
 
 /* The way out of a box that holds eight rows of gate, the eight of up that belong to them, and so on, so that a
  * thread's accumulator has both: silu(gate) * up of tile.rows tokens, half as many features as the box has rows. */
-static __device__ __forceinline__ void gemm_gated_out(const float (&acc)[GEMM_TOKENS / 2], const gemm_tile &tile,
+template <class OP>
+static __device__ __forceinline__ void gemm_gated_out(const float (&acc)[OP::TOKENS / 2], const gemm_tile &tile,
                                                       int side, uint32_t room, const gemm_maps &maps, bf16 *y,
                                                       int64_t ldy, int column)
 {
-    enum { ROW = 64 };
     if (tile.outs == 64) {
-        gemm_boxes_out<ROW>(tile, side, room, maps, y, ldy, column, [&]() {
+        gemm_boxes_out<OP>(tile, side, room, maps, y, ldy, column, [&](int from, int end) {
 #pragma unroll
-            for (int j = 0; j < GEMM_TOKENS / 8; j += 4) {
+            for (int j = from / 8; j < end / 8; j += 4) {
                 if (8 * j >= tile.rows)
                     break;
-                gemm_put_gated(acc, j, room + (uint32_t)(8 * j * ROW));
+                uint32_t to = room + (uint32_t)((8 * j - from) * OP::ROW);
+                if (8 * j + 32 <= end)
+                    gemm_put_gated(acc, j, to);
+                else
+                    gemm_put_gated<16>(acc, j, to);
             }
         });
         return;

@@ -471,6 +471,13 @@ static __device__ __forceinline__ void store_across(uint32_t at, uint32_t v0, ui
                  : "memory");
 }
 
+/* The same of two blocks; lanes 0 to 15 give the addresses. */
+static __device__ __forceinline__ void store_across(uint32_t at, uint32_t v0, uint32_t v1)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(v0), "r"(v1)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void shared_store4(uint32_t at, uint32_t v)
 {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");

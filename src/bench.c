@@ -145,7 +145,8 @@ static bool restricts(int32_t mode)
     return mode != PLAN_FULL && mode != PLAN_NO_ATLAS;
 }
 
-/* A forced support never changes: every row is covered by it, and nothing is added. */
+/* A forced support never changes: all rows may stay below the floor, so that the test always holds, and nothing is
+ * added. */
 static plan_settings settings(const model_config *c, int32_t mode, int32_t cohort, int32_t support)
 {
     return (plan_settings){.mode = (plan_mode)mode,
@@ -158,7 +159,7 @@ static plan_settings settings(const model_config *c, int32_t mode, int32_t cohor
                            .refresh = 5,
                            .cohort = cohort,
                            .coverage = support ? 1e-6f : 0.98f,
-                           .share = 0.98f,
+                           .share = support ? 0 : 0.98f,
                            .mass = 1,
                            .extra = -1,
                            .budget = support ? support : -1,

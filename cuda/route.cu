@@ -4,7 +4,7 @@
 #include "cuda/plans.cuh"
 #include "cuda/universe.cuh"
 
-enum { WAVES = 8 };
+enum { WAVES = 8, FEW = 256 }; /* FEW: rows */
 
 typedef struct routing {
     tensor ids, weights, z;
@@ -61,8 +61,9 @@ static __global__ void __launch_bounds__(warps<N>::THREADS) route_kernel(const _
     lane_share(bias, a.bias, a.r.experts);
     int from = 0, to = 0;
     packed_row of = {};
+    bool many = false;
     auto divide = [&] {
-        deal_rows(a.in.fresh, warps<N>::COUNT, from, to);
+        many = deal_rows(a.in.fresh, warps<N>::COUNT, from, to) > FEW;
         if (from < to)
             of = packed_row_at(a.in, a.s, a.k, from);
     };
@@ -106,14 +107,14 @@ static __global__ void __launch_bounds__(warps<N>::THREADS) route_kernel(const _
             continue;
         if (cohort != last) {
             if (last >= 0)
-                lane_join<N>(a.seen + ((int64_t)a.layer * a.p.cohort_count + last) * words, joined, words);
+                lane_join<N>(a.seen + ((int64_t)a.layer * a.p.cohort_count + last) * words, joined, words, many);
             last = cohort;
             joined = 0;
         }
         joined |= chosen;
     }
     if (last >= 0)
-        lane_join<N>(a.seen + ((int64_t)a.layer * a.p.cohort_count + last) * words, joined, words);
+        lane_join<N>(a.seen + ((int64_t)a.layer * a.p.cohort_count + last) * words, joined, words, many);
 }
 
 template <int N> static status launch_route(cuda *c, routing a)

@@ -40,8 +40,9 @@ template <int N> static __device__ __forceinline__ uint32_t lane_set(const int32
     return set ? there & (uint32_t)set[first / 32] >> (first % 32) : there;
 }
 
-/* Adds a lane's experts to a set of all, in device memory; most are there already. */
-template <int N> static __device__ __forceinline__ void lane_join(uint32_t *set, uint32_t mine, int words)
+/* Adds a lane's experts to a set of all, in device memory. Where many warps do so most are there already: look; where
+ * few do, to wait for the look takes longer. */
+template <int N> static __device__ __forceinline__ void lane_join(uint32_t *set, uint32_t mine, int words, bool look)
 {
     int first = threadIdx.x % WARP * N;
     mine = N < 32 ? mine << (first % 32) : mine;
@@ -49,7 +50,7 @@ template <int N> static __device__ __forceinline__ void lane_join(uint32_t *set,
     for (int d = 1; d < 32 / N; d *= 2)
         mine |= __shfl_xor_sync(EVERY_LANE, mine, d);
     volatile uint32_t *word = set + first / 32;
-    if (first % 32 == 0 && first / 32 < words && (mine & ~*word))
+    if (first % 32 == 0 && first / 32 < words && (look ? mine & ~*word : mine))
         atomicOr((uint32_t *)word, mine);
 }
 

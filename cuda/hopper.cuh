@@ -93,6 +93,17 @@ static __device__ __forceinline__ void cluster_meet()
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+/* The same in two steps, for who only wants to know that all have come so far, or set up their barriers. */
+static __device__ __forceinline__ void cluster_arrive()
+{
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+static __device__ __forceinline__ void cluster_wait()
+{
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 /* The word at the same shared address of the cluster's block `rank`. */
 static __device__ __forceinline__ int32_t cluster_load(uint32_t at, int rank)
 {
@@ -103,7 +114,19 @@ static __device__ __forceinline__ int32_t cluster_load(uint32_t at, int rank)
     return value;
 }
 
-/* The same of four floats. */
+/* Eight bytes to the same shared address of the cluster's block `rank`, whose barrier counts them as it does bulk
+ * copies. */
+static __device__ __forceinline__ void cluster_send8(uint32_t at, uint32_t barrier, int rank, uint64_t value)
+{
+    uint32_t there, barrier_there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(rank));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(there), "l"(value),
+                 "r"(barrier_there)
+                 : "memory");
+}
+
+/* Four floats at the same shared address of the cluster's block `rank`. */
 static __device__ __forceinline__ float4 cluster_load4(uint32_t at, int rank)
 {
     uint32_t there;
@@ -481,6 +504,27 @@ static __device__ __forceinline__ void store_across(uint32_t at, uint32_t v0, ui
 static __device__ __forceinline__ void shared_store4(uint32_t at, uint32_t v)
 {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
+static __device__ __forceinline__ uint32_t shared_load4(uint32_t at)
+{
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+
+/* Adds where `adds`, without a branch; what there was, or 0. */
+static __device__ __forceinline__ uint32_t shared_add_if(bool adds, uint32_t at, uint32_t v)
+{
+    uint32_t was;
+    asm volatile("{\n.reg .pred p;\n"
+                 "setp.ne.u32 p, %3, 0;\n"
+                 "mov.u32 %0, 0;\n"
+                 "@p atom.shared.add.u32 %0, [%1], %2;\n}"
+                 : "=&r"(was)
+                 : "r"(at), "r"(v), "r"((uint32_t)adds)
+                 : "memory");
+    return was;
 }
 
 static __device__ __forceinline__ float2 shared_load8(uint32_t at)

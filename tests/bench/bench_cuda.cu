@@ -314,9 +314,9 @@ template <typename T> static tensor upload_structs(const std::vector<T> &x)
 }
 
 /* A layer's router by itself: `rows` fresh rows of blocks of 32, `cohort` blocks to a support. The test finds
- * that the supports hold (64 experts, a floor that everybody reaches); the build is that of a cold iteration, from
- * scores so even that it goes through its rounds until almost all experts are in; once more with a bias that lets all
- * rows choose much the same. */
+ * that the supports hold (64 experts, a floor that everybody reaches); the build is that of a cold iteration, whose
+ * candidates beyond the best K leave it one round of repair at most; once more with a bias that lets all rows choose
+ * much the same. */
 static void route_case(int rows, int cohort)
 {
     char what[96];

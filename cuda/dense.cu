@@ -28,7 +28,7 @@ static __device__ __forceinline__ uint32_t lowest(uint32_t x)
 
 /* A product of rows that lie together by one matrix. */
 struct dense_op {
-    enum { GATHERS = 0, FACTORS = 0, TOKENS = GEMM_TOKENS, ROOM = TOKENS };
+    enum { GATHERS = 0, FACTORS = 0, SETTLED = 0, TOKENS = GEMM_TOKENS, ROOM = TOKENS };
     tensor in, y, w;
     int narrow, sm_count;
     int across[3]; /* tiles of one token range: of narrow boxes, of one box, of two */

@@ -185,7 +185,7 @@ enum { TERMS_HELD = 20000000 };
 /* A box holds 32 features: eight gate rows, their eight up rows, and so on. A gather waits longer for what it asked for
  * than the copy engine: with half the room for results there are four stages of the widest tile in place of three. */
 struct gate_up_op {
-    enum { GROUPS = 4, TOKENS = EXPERT_TOKENS, ROW = 64, ROOM = TOKENS / 2, GATHERS = 1, FACTORS = 0 };
+    enum { GROUPS = 4, TOKENS = EXPERT_TOKENS, ROW = 64, ROOM = TOKENS / 2, GATHERS = 1, FACTORS = 0, SETTLED = 0 };
     const bf16 *x;
     worklist w;
     bf16 *act;
@@ -227,9 +227,9 @@ struct gate_up_op {
     }
 };
 
-/* The tokens are the rows of act, by place. */
+/* The tokens are the rows of act, by place. The sort has ended when gate and up are under way. */
 struct down_op {
-    enum { GROUPS = 8, TOKENS = EXPERT_TOKENS, ROW = 128, ROOM = 256, GATHERS = 0, FACTORS = 1 };
+    enum { GROUPS = 8, TOKENS = EXPERT_TOKENS, ROW = 128, ROOM = 256, GATHERS = 0, FACTORS = 1, SETTLED = 1 };
     worklist w;
     bf16 *term;
     int hidden, inner;
@@ -241,12 +241,13 @@ struct down_op {
     __device__ gemm_shape shape() const
     {
         int across = (hidden / 64 + 1) / 2;
-        return {.tiles = w.head[0] * across,
+        int4 head = __ldcg((const int4 *)w.head);
+        return {.tiles = head.x * across,
                 .blocks = 2,
-                .tokens = w.head[1],
+                .tokens = head.y,
                 .steps = inner / TILE_K,
                 .outs = 64,
-                .passing = (int64_t)w.head[3] * hidden <= TERMS_HELD,
+                .passing = (int64_t)head.w * hidden <= TERMS_HELD,
                 .across = across,
                 .per = gemm_per(across)};
     }
@@ -254,7 +255,7 @@ struct down_op {
     __device__ gemm_tile tile(const gemm_shape &s, int t) const
     {
         const int of = gemm_over(t, s.per);
-        int4 run = w.tile[of];
+        int4 run = __ldcg(&w.tile[of]);
         int box = (t - of * s.across) * 2, boxes = hidden / 64 - box;
         return {.expert = run.x,
                 .group = box * 8,
@@ -266,7 +267,7 @@ struct down_op {
 
     __device__ float factor(const gemm_tile &tile, int r) const
     {
-        return w.factor_at[tile.first + r];
+        return __ldcg(&w.factor_at[tile.first + r]);
     }
 
     __device__ void finish(const float (&acc)[TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,

@@ -19,6 +19,8 @@
  *     ROOM       tokens whose results wait in shared memory at once, a multiple of 16
  *     GATHERS    1: a tile's tokens are scattered, source() says where; 0: they are neighbours in maps.rows16, rows64
  *     FACTORS    1: each token's results have a factor
+ *     SETTLED    1: what shape, tile and factor read is older than the kernel before this one (device.cuh), and they
+ *                read past L1; weights are asked for while that one ends. Only where GATHERS is 0
  * and its members:
  *     const bf16 *x                     the tokens; where GATHERS
  *     void before() const               by one warp, before what earlier kernels wrote may be touched
@@ -361,8 +363,10 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
     } else if (threadIdx.x / WARP == 1) {
         op.before();
     }
-    after_previous();
-    let_next();
+    if (!OP::SETTLED) {
+        after_previous();
+        let_next();
+    }
     if (threadIdx.x < WARP) {
         gemm_shape s = op.shape();
         if (threadIdx.x == 0)
@@ -370,8 +374,11 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
     }
     __syncthreads();
     const gemm_shape s = *found;
-    if ((int)blockIdx.x >= s.tiles)
+    if ((int)blockIdx.x >= s.tiles) {
+        if (OP::SETTLED)
+            after_previous();
         return;
+    }
     gemm_ring ring = {.at = shared_at(room), .full = full, .empty = empty};
     ring.token_at = s.outs == 64 ? s.blocks * GEMM_BOX : s.outs * TILE_ROW;
     ring.stage_bytes = ring.token_at + (s.tokens + 15) / 16 * 16 * TILE_ROW;
@@ -384,6 +391,10 @@ static __global__ void __launch_bounds__(GEMM_THREADS, 1)
         } else if constexpr (OP::GATHERS != 0) {
             gemm_feed_scattered(op, s, ring);
         } else if (warp == 1) {
+            if (OP::SETTLED) { /* all others wait for tokens */
+                after_previous();
+                let_next();
+            }
             gemm_feed_tokens(op, s, ring, maps);
         }
     } else {

@@ -510,6 +510,7 @@ static const backend table = {
     .pack = cuda_pack,
     .support = cuda_support,
     .route = cuda_route,
+    .rides = cuda_rides,
     .experts = cuda_experts,
     .merge = cuda_merge,
     .head = cuda_head,

@@ -5,7 +5,11 @@
  * An edge's place is its rank in the sorted order. A tile is a run of places of one expert: at most 288 of them where
  * gemm.cuh multiplies (a Hopper GPU, whole 64 x 64 boxes), which reads each weight of a touched expert once a tile and
  * no others at all; at most 16 in the plain kernel for any shape. 288, so that experts of 256 tokens each, or of some
- * 512, seldom need a tile more than the mean does. A place's result is the same wherever it lies. */
+ * 512, seldom need a tile more than the mean does. A place's result is the same wherever it lies.
+ *
+ * A layer's shared expert of the same shape may ride: it is the expert behind the last one, all rows have a place with
+ * it, behind those of the edges, and the factor 1. What it makes of them stays there for `merge`. Two products of its
+ * own would hold multiprocessors for which route and sort wait. */
 #include "cuda/gemm.cuh"
 #include "cuda/stream.cuh"
 
@@ -18,6 +22,8 @@ typedef struct worklist {
     float *factor_at;  /* [places]: the edge's weight */
     int32_t *place_of; /* [edges]; of an edge to another rank or none: not written */
     int32_t *counted;  /* [SORT_BLOCKS, experts of this rank]: edges of each block's run, where several sort */
+    tensor all;        /* the shared expert's rows; no rows: none rides */
+    int32_t shared, shared_first; /* its number, or -1; its first place */
 } worklist;
 
 /* ---- the sort */
@@ -27,7 +33,8 @@ enum {
     SORT_WARPS = 32,
     SORT_THREADS = SORT_WARPS * WARP,
     SORT_CLUSTER = 8,
-    SORT_FEW = 4096 /* edges that one cluster sorts in the time of two kernels of many blocks */
+    SORT_FEW = 4096, /* edges that one cluster sorts in the time of two kernels of many blocks */
+    SHARED_TILE = 64 /* most rows of the shared expert's tiles: wider ones would leave the others' a shorter ring */
 };
 
 /* The sum of x over the threads before this one; `sums` has SORT_WARPS. All threads call. */
@@ -73,10 +80,11 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
     if (me == 0)
         widest = 8;
     __syncthreads();
-    int64_t rows = settled ? used_rows_early(ids) : 0;
+    int64_t rows = settled ? used_rows_early(ids) : 0, riding = settled ? used_rows_early(w.all) : 0;
     after_previous();
     let_next();
     rows = settled ? rows : used_rows(ids);
+    riding = settled ? riding : used_rows(w.all);
     uint32_t edges = (uint32_t)(rows * ids.cols), threads = gridDim.x * SORT_THREADS;
     uint32_t run = (edges + threads - 1) / threads * WARP, from = (blockIdx.x * SORT_WARPS + (uint32_t)warp) * run;
     for (uint32_t i = from; i < from + run && i < edges; i += WARP) {
@@ -129,8 +137,14 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
     if (me < count)
         start[me] = begin + before;
     if (blockIdx.x == 0) {
+        int32_t cut = most;
+        if (me == w.shared) {
+            all = (int32_t)riding;
+            begin = w.shared_first;
+            cut = SHARED_TILE;
+        }
         /* Blocks take tiles in turn: where those of a turn are alike, none has more to do than another. */
-        int32_t tiles = (all + most - 1) / most, longest = tiles > 0 ? (all + tiles - 1) / tiles : most;
+        int32_t tiles = (all + cut - 1) / cut, longest = tiles > 0 ? (all + tiles - 1) / tiles : most;
         if (me < most)
             longer[me] = 0; /* tiles of most - me places, then of more */
         __syncthreads();
@@ -186,7 +200,8 @@ enum { TERMS_HELD = 20000000 };
  * than the copy engine: with half the room for results there are four stages of the widest tile in place of three. */
 struct gate_up_op {
     enum { GROUPS = 4, TOKENS = EXPERT_TOKENS, ROW = 64, ROOM = TOKENS / 2, GATHERS = 1, FACTORS = 0, SETTLED = 0 };
-    const bf16 *x;
+    const bf16 *x; /* the lower of the routed rows and the shared expert's: each begin so many 16 bytes behind it */
+    uint32_t routed_at, all_at;
     worklist w;
     bf16 *act;
     int ld, hidden, inner;
@@ -217,7 +232,9 @@ struct gate_up_op {
 
     __device__ uint32_t source(const gemm_tile &tile, int r) const
     {
-        return (uint32_t)w.token_at[tile.first + r] * (uint32_t)(ld / 8);
+        bool shared = tile.expert == w.shared;
+        int32_t row = shared ? tile.first - w.shared_first + r : w.token_at[tile.first + r];
+        return (shared ? all_at : routed_at) + (uint32_t)row * (uint32_t)(ld / 8);
     }
 
     __device__ void finish(const float (&acc)[TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
@@ -267,7 +284,7 @@ struct down_op {
 
     __device__ float factor(const gemm_tile &tile, int r) const
     {
-        return __ldcg(&w.factor_at[tile.first + r]);
+        return tile.expert == w.shared ? 1 : __ldcg(&w.factor_at[tile.first + r]);
     }
 
     __device__ void finish(const float (&acc)[TOKENS / 2], const gemm_tile &tile, int side, uint32_t room,
@@ -555,6 +572,29 @@ static size_t take(size_t *at, size_t bytes)
     return here;
 }
 
+static bool whole_boxes(const cuda *c, const tensor *x, const expert_set *e)
+{
+    return cuda_is_hopper(c) && x->cols % 64 == 0 && e->inner % 64 == 0 && x->ld % 8 == 0 &&
+           (uintptr_t)x->data % 16 == 0 && e->gate_up.ld % 8 == 0 && e->down.ld % 8 == 0;
+}
+
+/* Do the rows of `next` go on where those of t end? */
+static bool goes_on(const tensor *t, const tensor *next, int64_t rows)
+{
+    return next->rows == rows && next->cols == t->cols && next->ld == t->ld && next->type == t->type &&
+           (char *)next->data == (char *)t->data + t->rows * t->ld * (int64_t)dtype_bytes(t->type);
+}
+
+extern "C" bool cuda_rides(backend *b, const tensor *x, const expert_set *e, const shared_set *s)
+{
+    const tensor *h = &s->h;
+    intptr_t apart = (intptr_t)h->data - (intptr_t)x->data, rows = (x->rows + h->rows) * x->ld * 2;
+    return h->rows <= RIDES_MOST && whole_boxes(cuda_of(b), x, e) && e->count + 1 < SORT_THREADS &&
+           goes_on(&e->gate_up, &s->gate_up, 2 * e->inner) && goes_on(&e->down, &s->down, x->cols) &&
+           h->type == BF16 && h->cols == x->cols && h->ld == x->ld && apart % 16 == 0 &&
+           (apart < 0 ? -apart : apart) + rows <= 16 * (intptr_t)UINT32_MAX;
+}
+
 extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                                const expert_set *e)
 {
@@ -566,37 +606,61 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
     assert(e->gate_up.type == BF16 && e->down.type == BF16 && e->count <= SUM_TREE_EXPERTS);
     assert(e->gate_up.cols == hidden && e->down.cols == inner && y->cols == hidden);
     assert((double)(edges * hidden) <= experts_most(hidden) && x->rows * x->ld <= 8 * (int64_t)UINT32_MAX);
+    assert(!e->shared || (cuda_rides(b, x, e, e->shared) && !y->data && !e->away));
     if (ids->rows == 0)
         return OK;
-    bool hopper = cuda_is_hopper(c);
-    bool boxes = hopper && hidden % 64 == 0 && inner % 64 == 0 && x->ld % 8 == 0 && (uintptr_t)x->data % 16 == 0 &&
-                 e->gate_up.ld % 8 == 0 && e->down.ld % 8 == 0;
+    bool boxes = whole_boxes(c, x, e);
     int most = boxes ? (int)EXPERT_TOKENS : (int)PLAIN;
-    size_t bytes = 0, tiles = (size_t)(e->count + edges / most + 1);
+    tensor all = e->shared ? e->shared->h : tensor{};
+    size_t bytes = 0, tiles = (size_t)(e->count + edges / most + 1 + (all.rows + SHARED_TILE - 1) / SHARED_TILE);
     size_t at_head = take(&bytes, 4 * sizeof(int32_t)), at_tile = take(&bytes, tiles * sizeof(int4));
     size_t at_token = take(&bytes, (size_t)edges * sizeof(int32_t)),
            at_factor = take(&bytes, (size_t)edges * sizeof(float)),
            at_counted = take(&bytes, (size_t)(SORT_BLOCKS * e->count) * sizeof(int32_t)),
            at_place = take(&bytes, (size_t)edges * sizeof(int32_t));
-    size_t at_act = take(&bytes, (size_t)(edges * inner) * sizeof(bf16));
-    size_t at_term = take(&bytes, (size_t)(edges * hidden) * sizeof(bf16));
+    int64_t places = edges + all.rows;
+    size_t at_act = take(&bytes, (size_t)(places * inner) * sizeof(bf16));
+    size_t at_term = take(&bytes, (size_t)(places * hidden) * sizeof(bf16));
     void *room;
     st = cuda_scratch(c, &room, bytes);
     if (st != OK)
         return st;
     char *at = (char *)room;
-    worklist w = {(int32_t *)(at + at_head), (int4 *)(at + at_tile),     (int32_t *)(at + at_token),
-                  (float *)(at + at_factor), (int32_t *)(at + at_place), (int32_t *)(at + at_counted)};
+    worklist w = {.head = (int32_t *)(at + at_head),
+                  .tile = (int4 *)(at + at_tile),
+                  .token_at = (int32_t *)(at + at_token),
+                  .factor_at = (float *)(at + at_factor),
+                  .place_of = (int32_t *)(at + at_place),
+                  .counted = (int32_t *)(at + at_counted),
+                  .all = all,
+                  .shared = e->shared ? e->count : -1,
+                  .shared_first = (int32_t)edges};
     bf16 *act = (bf16 *)(at + at_act), *term = (bf16 *)(at + at_term);
     st = sort(c, ids, weights, e, most, w);
     if (st == OK && boxes) {
-        gate_up_op g = {(const bf16 *)x->data, w, act, (int)x->ld, (int)hidden, (int)inner};
+        uintptr_t routed_at = (uintptr_t)x->data, all_at = e->shared ? (uintptr_t)all.data : routed_at;
+        uintptr_t base = routed_at < all_at ? routed_at : all_at;
+        gate_up_op g = {.x = (const bf16 *)base,
+                        .routed_at = (uint32_t)((routed_at - base) / 16),
+                        .all_at = (uint32_t)((all_at - base) / 16),
+                        .w = w,
+                        .act = act,
+                        .ld = (int)x->ld,
+                        .hidden = (int)hidden,
+                        .inner = (int)inner};
         down_op d = {w, term, (int)hidden, (int)inner};
         gemm_maps gate_up = {}, down = {};
-        tensor rows = tensor_of(act, BF16, edges, inner), terms = tensor_of(term, BF16, edges, hidden);
-        st = cuda_map_weights(&gate_up.weights, &e->gate_up, e->count, 2, 64);
+        tensor rows = tensor_of(act, BF16, places, inner), terms = tensor_of(term, BF16, places, hidden);
+        tensor gate_ups = e->gate_up, downs = e->down;
+        int count = e->count;
+        if (e->shared) {
+            gate_ups.rows += 2 * inner;
+            downs.rows += hidden;
+            count++;
+        }
+        st = cuda_map_weights(&gate_up.weights, &gate_ups, count, 2, 64);
         if (st == OK)
-            st = cuda_map_weights(&down.weights, &e->down, e->count, 1, 64);
+            st = cuda_map_weights(&down.weights, &downs, count, 1, 64);
         if (st == OK)
             st = cuda_map_rows(&down.rows16, &rows, 16);
         if (st == OK)
@@ -622,7 +686,8 @@ extern "C" status cuda_experts(backend *b, tensor *y, const tensor *x, const ten
     }
     if (st == OK && !y->data && !e->away) {
         assert(e->tree->unit_count == 1);
-        c->terms = {*ids, term, w.place_of, e->tree->shards, e->tree->per_shard};
+        tensor left = tensor_of(e->shared ? term + edges * hidden : NULL, BF16, all.rows, hidden);
+        c->terms = {*ids, term, w.place_of, e->tree->shards, e->tree->per_shard, left};
         c->settled = boxes; /* gemm.cuh */
         return OK;
     }

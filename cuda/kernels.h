@@ -35,6 +35,7 @@ typedef struct cuda_terms {
     const void *term;        /* BF16 [places, H] */
     const int32_t *place_of; /* [edges]; of an edge to no expert of this rank: anything */
     int32_t shards, per_shard; /* of the tree */
+    tensor shared;           /* what a shared expert that rode made of its rows; no data: none did */
 } cuda_terms;
 
 typedef struct cuda_box { /* post and fetch: pinned host memory, and when the newest copy into it is there */
@@ -138,7 +139,9 @@ status cuda_matmul(backend *b, tensor *y, const tensor *x, const tensor *w);
 status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor *w);
 /* dense.cu. `both` is used where the shapes are not those of the one kernel. */
 status cuda_gated(backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w);
-/* experts.cu. A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the
+/* experts.cu. */
+bool cuda_rides(backend *b, const tensor *x, const expert_set *e, const shared_set *s);
+/* A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the
  * lane of one rank hands the sums on without touching them; otherwise it is not written. y without data: the terms stay
  * in the scratch, c->terms says where, and cuda_merge sums them. */
 status cuda_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,

@@ -571,5 +571,7 @@ extern "C" status cuda_merge(backend *b, const residual *r, const tensor *packed
     assert(!shared->data || (shared->type == BF16 && shared->cols == r->x.cols && shared->rows >= r->x.rows));
     if (packed->data)
         return end<FROM_PACKED>(c, a, "merge");
+    if (!shared->data)
+        a.shared = c->terms.shared;
     return c->terms.shards <= LEAVES ? end<FROM_TERMS>(c, a, "merge") : end<FROM_MANY_TERMS>(c, a, "merge");
 }

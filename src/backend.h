@@ -148,6 +148,12 @@ typedef struct sums_away {
     bool half;
 } sums_away;
 
+/* A layer's shared expert, and the rows that it takes. */
+typedef struct shared_set {
+    tensor gate_up, down; /* [2I, H], [H, I] */
+    tensor h;             /* [rows, H] */
+} shared_set;
+
 /* One rank's share of a layer's experts. */
 typedef struct expert_set {
     tensor gate_up;       /* [count * 2I, H]: of each expert I gate rows, then I up rows */
@@ -157,7 +163,11 @@ typedef struct expert_set {
     const sum_tree *tree; /* order of sums */
     int32_t rank;         /* whose units */
     const sums_away *away; /* NULL: the sums go to y */
+    const shared_set *shared; /* it goes along with them (see rides); NULL: none does */
 } expert_set;
+
+/* Possible rows up to which a shared expert `rides` on CUDA. */
+enum { RIDES_MOST = 1088 };
 
 /* Edges times H that the CUDA `experts` takes at most at once: it numbers them in 32 bits, four columns together, or
  * one where H is no multiple of eight. */
@@ -261,6 +271,9 @@ typedef struct backend {
      * of the forward's commit. */
     status (*route)(struct backend *b, tensor *ids, tensor *weights, const tensor *z, const tensor *bias, plans *p,
                     int layer, const batch *in, const slots *s, const route_rule *r, const block_rule *k);
+    /* Can `experts` of x, with late_sums, take this shared expert along? What that makes of its rows is left to `merge`
+     * and has the bits that gated and matmul give it. */
+    bool (*rides)(struct backend *b, const tensor *x, const expert_set *e, const shared_set *s);
     /* y F32 [n * units, H], units of this rank: row i * units + u is the weighted sum of token i's edges inside unit
      * u, in the tree's order; not written where it has none. ids hold -1 for edges of other ranks. y without data
      * (late_sums, and a tree of one unit): `merge` makes the sums, before any other op but join. */
@@ -269,8 +282,9 @@ typedef struct backend {
     /* add_norm of what a sparse layer gives each row, y[row] (+ shared[row], where shared has data). y[row] =
      * packed[i] for row = fresh[i] unless the slot's `fresh` mask lacks it (dense_lane); other rows of active blocks
      * come from the decoded cache. Rows that are decoded and fresh are written into the cache. packed F32
-     * [fresh, H], without data: the sums that `experts` left to be made; shared [rows, H]; cache
-     * [sparse layers * slot_count * B, H], row (layer * slot_count + slot) * B + position in the block. */
+     * [fresh, H], without data: the sums that `experts` left to be made, and what it left of a shared expert; shared
+     * [rows, H]; cache [sparse layers * slot_count * B, H], row (layer * slot_count + slot) * B + position in the
+     * block. */
     status (*merge)(struct backend *b, const residual *r, const tensor *packed, const tensor *shared, tensor *cache,
                     int layer, const batch *in, const slots *s, const block_rule *k);
 

@@ -199,7 +199,8 @@ static void print_head(const trial_setup *s, const ask *a, const char *lane_name
         printf("# apart, so that phases add up to more than ms/iter; shared: dense layers, and what is left behind "
                "combine of shared\n# experts, which run beside %s\n",
                s->world->size > 1 ? "dispatch"
-                                  : "route and coverage, or, without coverage, beside the experts' sort");
+                                  : "route and coverage, or, without coverage, beside the experts' sort; where few\n"
+                                    "# rows are possible they are among the experts");
     printf("%-8s %6s %6s %6s %7s %8s %9s %9s %6s %9s %9s %6s %7s %7s %7s %7s %8s %8s\n", "mode", "prefix", "batch",
            "cohort", "support", "forwards", "ms/iter", "floor", "%", "ms/block", "tokens/s", "idle %", "rows", "fresh",
            "live", "experts", "GB", "TFLOP");

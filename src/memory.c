@@ -41,7 +41,8 @@ static double lane_bytes(const model_config *c, const sum_tree *t, double rows, 
  * that may arrive, or what the head finds in each tile of ids. */
 static double scratch_bytes(const model_config *c, const executor_rule *r, double rows, int ranks)
 {
-    double edges = rows * ranks * c->top_k, live = (double)r->slot_count * r->block.block_size;
+    double edges = rows * ranks * c->top_k + fmin(rows, RIDES_MOST); /* a shared expert's rows with them */
+    double live = (double)r->slot_count * r->block.block_size;
     double experts = edges * (2.0 * (c->expert_inner + c->hidden) + 12), head = live * ((c->vocab + 255) / 256) * 16;
     return fmax(experts, head);
 }

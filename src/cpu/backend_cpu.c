@@ -243,6 +243,12 @@ static status aside(backend *b, int leave)
     return in_order(b);
 }
 
+static bool rides(backend *b, const tensor *x, const expert_set *e, const shared_set *s)
+{
+    (void)b, (void)x, (void)e, (void)s;
+    return false;
+}
+
 static status mark(backend *b, phase p)
 {
     cpu *c = cpu_of(b);
@@ -324,6 +330,7 @@ static const backend table = {
     .pack = cpu_pack,
     .support = cpu_support,
     .route = cpu_route,
+    .rides = rides,
     .experts = cpu_experts,
     .merge = cpu_merge,
     .head = cpu_head,

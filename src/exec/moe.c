@@ -30,8 +30,9 @@ out:
     return st;
 }
 
-/* It needs h alone, and runs beside the routed experts' way: beside rows that travel, which take a link and few
- * multiprocessors; where none do, beside the coverage test, or, without one, beside the sort of the edges. */
+/* It needs h alone. Where it does not ride with the routed experts, it runs beside their way: beside rows that travel,
+ * which take a link and few multiprocessors; where none do, beside the coverage test, or, without one, beside the sort
+ * of the edges. */
 static status shared_expert(executor *x, int layer)
 {
     status st = OK;
@@ -56,7 +57,13 @@ status moe_layer(executor *x, int layer, int sparse)
     tensor shared = w->shared_gate_up.data ? v->y : (tensor){0};
     lane_load here = {0};
     expert_set experts = w->experts;
+    const shared_set rider = {w->shared_gate_up, w->shared_down, v->h};
     bool late = x->lane->holds > 0 || !k->restrict_experts;
+    bool sums_wait = b->late_sums && x->lane->passes && !x->observer;
+    if (shared.data && sums_wait && b->rides(b, &v->x_fresh, &experts, &rider)) {
+        experts.shared = &rider;
+        shared.data = NULL;
+    }
     if (shared.data && !late)
         TRY(shared_expert(x, layer));
     TRY(b->matmul(b, &v->z, &v->x_fresh, &w->router));
@@ -70,7 +77,7 @@ status moe_layer(executor *x, int layer, int sparse)
         TRY(shared_expert(x, layer));
     TRY(x->lane->dispatch(x->lane, &here, &v->x_fresh, &v->ids, &v->weights));
     TRY(executor_mark(x, layer, PHASE_DISPATCH));
-    if (b->late_sums && x->lane->passes && !x->observer)
+    if (sums_wait)
         here.y.data = NULL;
     experts.away = here.away;
     TRY(b->experts(b, &here.y, &here.x, &here.ids, &here.weights, &experts));

@@ -70,10 +70,6 @@ static void lay_layer(layer_weights *w, arena *a, const model_config *c, const w
     }
     w->router = arena_tensor(a, F32, c->experts, hidden);
     w->router_bias = arena_tensor(a, F32, 1, c->experts);
-    if (c->shared_inner) {
-        w->shared_gate_up = arena_tensor(a, m, 2 * (int64_t)c->shared_inner, hidden);
-        w->shared_down = arena_tensor(a, m, hidden, c->shared_inner);
-    }
     expert_set *e = &w->experts;
     e->first = r->tree->rank_first[r->rank];
     e->count = r->tree->rank_first[r->rank + 1] - e->first;
@@ -81,7 +77,11 @@ static void lay_layer(layer_weights *w, arena *a, const model_config *c, const w
     e->tree = r->tree;
     e->rank = r->rank;
     e->gate_up = arena_tensor(a, m, (int64_t)e->count * 2 * e->inner, hidden);
+    if (c->shared_inner) /* behind the experts, as if it were one more (cuda/experts.cu) */
+        w->shared_gate_up = arena_tensor(a, m, 2 * (int64_t)c->shared_inner, hidden);
     e->down = arena_tensor(a, m, e->count * hidden, e->inner);
+    if (c->shared_inner)
+        w->shared_down = arena_tensor(a, m, hidden, c->shared_inner);
 }
 
 /* w->layer may be NULL: the bytes alone. */

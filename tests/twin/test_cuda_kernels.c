@@ -413,6 +413,94 @@ static void test_late_sums(void **state)
     }
 }
 
+/* A shared expert that rides with the others gives merge what two dense products of all rows give it. packed: the fresh
+ * rows lie apart; else every row is one of them. */
+static void riding_case(const layer *l, int blocks, int kind, bool packed)
+{
+    enum { SIZE = 32, MOST = 24 };
+    const block_rule k = {.block_size = SIZE, .cohort = 1};
+    int64_t rows = blocks * SIZE, h = l->hidden, two = 2 * l->inner;
+    fixture_block block[MOST];
+    sum_tree *t;
+    fixture f, m;
+    must_be(sum_tree_open(&t, l->experts, l->groups, 1));
+    fixture_open(&f, blocks, 4, SIZE);
+    for (int i = 0; i < blocks; i++) {
+        f.slot[i].decoded = ((uint64_t)rand() << 16 ^ (uint64_t)rand()) & slot_mask(SIZE);
+        f.slot[i].fresh = packed ? ~f.slot[i].decoded & slot_mask(SIZE) : slot_mask(SIZE);
+        block[i] = (fixture_block){i, i % 4, i % 5 == 0};
+    }
+    fixture_batch(&f, block, blocks, false);
+    mirror_fixture(&m, &f);
+    int64_t fresh = f.count[2];
+    tensor gate_up = fixture_tensor((l->experts + 1) * two, h, 1),
+           down = fixture_tensor((l->experts + 1) * h, l->inner, 1);
+    tensor all = fixture_tensor(rows + SPARE, h, 1), some = fixture_tensor(fresh, h, 1);
+    tensor all_m = mirror(&all), ids = fixture_ints(fresh, l->top_k), weights = fixture_tensor(fresh, l->top_k, 1);
+    for (int64_t i = 0; i < fresh; i++)
+        memcpy(at(&some, i), at(&all, *int_at(&f.in.fresh, i)), (size_t)h * sizeof(float));
+    draw_edges(&ids, &weights, l, kind);
+    tensor gate_up_m = mirror(&gate_up), down_m = mirror(&down), some_m = packed ? mirror(&some) : all_m;
+    tensor ids_m = mirror_same(&ids), weights_m = mirror_same(&weights);
+    tensor norm = fixture_tensor(1, h, 1), inner = fixture_tensor(rows + SPARE, l->inner, 1),
+           room = fixture_tensor(rows + SPARE, two, 1), y = fixture_tensor(rows + SPARE, h, 1);
+    tensor norm_m = mirror_same(&norm), inner_m = mirror(&inner), room_m = mirror(&room), y_m = mirror(&y);
+    all_m.used = inner_m.used = m.in.count.data;
+    some_m.rows = fresh;
+    expert_set e = rank_set(&gate_up_m, &down_m, t, l, 0);
+    shared_set set = {tensor_rows(&gate_up_m, l->experts * two, two), tensor_rows(&down_m, l->experts * h, h), all_m};
+    if (!both.gpu->rides(both.gpu, &some_m, &e, &set))
+        skip(); /* not a Hopper GPU */
+    shared_set elsewhere = set, many = set;
+    elsewhere.down = tensor_rows(&down_m, 0, h);
+    many.h.rows = RIDES_MOST + 1;
+    assert_false(both.gpu->rides(both.gpu, &some_m, &e, &elsewhere) || both.gpu->rides(both.gpu, &some_m, &e, &many));
+    tensor got[2][3], of[3] = {fixture_tensor(rows, h, 3), fixture_tensor(rows, h, 1),
+                               fixture_tensor(blocks * SIZE, h, 1)}; /* x, h, the cache */
+    for (int ride = 0; ride < 2; ride++) {
+        tensor there[3], none = tensor_of(NULL, F32, fresh, h), left = y_m;
+        for (int i = 0; i < 3; i++)
+            there[i] = mirror(&of[i]);
+        residual r = {.x = there[0], .h = there[1], .norm = &norm_m, .eps = 1e-6f};
+        if (ride) {
+            e.shared = &set;
+            left.data = NULL;
+        } else {
+            must_be(both.gpu->gated(both.gpu, &inner_m, &room_m, &all_m, &set.gate_up));
+            must_be(both.gpu->matmul(both.gpu, &y_m, &inner_m, &set.down));
+        }
+        must_be(both.gpu->experts(both.gpu, &none, &some_m, &ids_m, &weights_m, &e));
+        must_be(both.gpu->merge(both.gpu, &r, &none, &left, &there[2], 0, &m.in, &m.s, &k));
+        for (int i = 0; i < 3; i++) {
+            got[ride][i] = fixture_tensor(of[i].rows, h, 1);
+            mirror_read(&got[ride][i], &there[i]);
+        }
+    }
+    for (int i = 0; i < 3; i++)
+        for (int64_t row = 0; row < of[i].rows; row++)
+            if (!same_rows(&got[0][i], row, &got[1][i], row))
+                fail_msg("a shared expert that rides, [%d of %d, %d, %d], %d blocks, edges of kind %d: row %lld of %d "
+                         "differs",
+                         l->top_k, l->experts, l->hidden, l->inner, blocks, kind, (long long)row, i);
+    tensor *these[] = {&gate_up, &down, &all, &some, &ids, &weights, &norm, &inner, &room, &y, &of[0], &of[1], &of[2],
+                       &got[0][0], &got[0][1], &got[0][2], &got[1][0], &got[1][1], &got[1][2]};
+    for (size_t i = 0; i < sizeof these / sizeof *these; i++)
+        free(these[i]->data);
+    fixture_close(&f);
+    sum_tree_close(t);
+    mirror_forget();
+}
+
+static void test_riding(void **state)
+{
+    (void)state;
+    static const int block_counts[] = {1, 3, 9, 24};
+    for (int n = 0; n < LAYERS; n++)
+        for (int i = 0; i < (layers[n].hidden < 2048 ? 4 : 2); i++) /* the host is slow to fill it */
+            for (int packed = 0; packed < 2 && layers[n].hidden % 64 == 0 && layers[n].inner % 64 == 0; packed++)
+                riding_case(&layers[n], block_counts[i], (n + i) % KINDS, packed);
+}
+
 /* ---- attention */
 
 static const attention_rule rules[] = {
@@ -648,7 +736,8 @@ int main(int argc, char **argv) /* argv[1]: only the tests of that name */
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_products), cmocka_unit_test(test_gated),
                                        cmocka_unit_test(test_router_products), cmocka_unit_test(test_experts),
-                                       cmocka_unit_test(test_late_sums), cmocka_unit_test(test_attention),
+                                       cmocka_unit_test(test_late_sums), cmocka_unit_test(test_riding),
+                                       cmocka_unit_test(test_attention),
                                        cmocka_unit_test(test_rotated_attention),
                                        cmocka_unit_test(test_head)};
     pair_open();

@@ -33,7 +33,7 @@ enum {
     SORT_WARPS = 32,
     SORT_THREADS = SORT_WARPS * WARP,
     SORT_CLUSTER = 8,
-    SORT_FEW = 4096, /* edges that one cluster sorts in the time of two kernels of many blocks */
+    SORT_FEW = 17 << 10, /* possible edges, some half of them there, that one cluster sorts sooner than two kernels */
     SHARED_TILE = 64 /* most rows of the shared expert's tiles: wider ones would leave the others' a shorter ring */
 };
 
@@ -41,14 +41,12 @@ enum {
 static __device__ __forceinline__ int32_t sum_before(int32_t x, int32_t *sums)
 {
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
-    int32_t sum = warp_prefix(x, lane);
+    int32_t sum = warp_prefix(x, lane), before = 0;
     if (lane == WARP - 1)
         sums[warp] = sum;
     __syncthreads();
-    int32_t before = 0;
     for (int i = 0; i < warp; i++)
         before += sums[i];
-    __syncthreads();
     return before + sum - x;
 }
 
@@ -57,44 +55,78 @@ static __device__ __forceinline__ int edge_expert(const tensor &ids, uint32_t i,
 {
     if (i >= edges)
         return -1;
-    int id = row_of<int32_t>(ids, i / (uint32_t)ids.cols)[i % (uint32_t)ids.cols] - first;
+    int id = __ldcg(row_of<int32_t>(ids, i / (uint32_t)ids.cols) + i % (uint32_t)ids.cols) - first;
     return id >= 0 && id < count ? id : -1;
 }
 
 /* A stable counting sort. Each warp owns a run of edges: it counts them by expert, learns where its own of each expert
- * begin, and goes over them again. The blocks of one cluster tell each other what they counted; many blocks do it in
- * two kernels, and the first leaves the counts. */
+ * begin, and goes over them again. The blocks of one cluster tell each other what they counted, but for so few edges
+ * that the first block has a thread each; many blocks do it in two kernels: the first leaves the counts, and the second
+ * counts its own edges while that runs (settled: it may read them past L1, device.cuh). */
 enum sort_part { SORT_ALL, SORT_COUNT, SORT_PLACE };
 
 template <sort_part PART>
 static __global__ void __launch_bounds__(SORT_THREADS, 1)
     sort_kernel(tensor ids, tensor weights, int first, int count, int most, bool settled, worklist w)
 {
-    extern __shared__ int32_t sort_room[]; /* [SORT_WARPS, count] counts, then [count] totals and [count] starts */
-    __shared__ int32_t sums[SORT_WARPS], widest, longer[EXPERT_TOKENS];
-    int32_t *total = sort_room + SORT_WARPS * count, *start = total + count;
+    extern __shared__ int32_t sort_room[]; /* [SORT_WARPS, count] counts, [count] starts, [blocks of a cluster, count] */
+    __shared__ int32_t sums[2][SORT_WARPS], widest, longer[EXPERT_TOKENS]; /* tiles of most - i places, then of more */
+#if __CUDA_ARCH__ >= 900
+    __shared__ uint64_t told; /* a barrier */
+#endif
+    int32_t *start = sort_room + SORT_WARPS * count;
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, me = (int)threadIdx.x;
     int32_t *mine = sort_room + warp * count;
     for (int i = me; i < SORT_WARPS * count; i += SORT_THREADS)
         sort_room[i] = 0;
+    for (int i = me; i < EXPERT_TOKENS; i += SORT_THREADS)
+        longer[i] = 0;
     if (me == 0)
         widest = 8;
+#if __CUDA_ARCH__ >= 900
+    if (PART == SORT_ALL && gridDim.x > 1) {
+        if (me == 0) {
+            barrier_init(shared_at(&told), 1);
+            barrier_init_done();
+        }
+        cluster_arrive();
+        cluster_wait();
+    }
+#endif
     __syncthreads();
     int64_t rows = settled ? used_rows_early(ids) : 0, riding = settled ? used_rows_early(w.all) : 0;
-    after_previous();
-    let_next();
+    if (PART != SORT_PLACE) {
+        after_previous();
+        let_next();
+    }
     rows = settled ? rows : used_rows(ids);
     riding = settled ? riding : used_rows(w.all);
-    uint32_t edges = (uint32_t)(rows * ids.cols), threads = gridDim.x * SORT_THREADS;
-    uint32_t run = (edges + threads - 1) / threads * WARP, from = (blockIdx.x * SORT_WARPS + (uint32_t)warp) * run;
+    uint32_t edges = (uint32_t)(rows * ids.cols);
+    bool alone = PART == SORT_ALL && edges <= SORT_THREADS;
+    if (alone && blockIdx.x > 0)
+        return;
+    uint32_t threads = (alone ? 1 : gridDim.x) * SORT_THREADS, run = (edges + threads - 1) / threads * WARP;
+    uint32_t from = (blockIdx.x * SORT_WARPS + (uint32_t)warp) * run, same = 0;
+    bool once = run <= WARP; /* a thread an edge, known from the first look on */
+    int e = -1;
+    float factor = 0;
+    auto factor_of = [&](uint32_t edge) {
+        return __ldcg(row_of<float>(weights, edge / (uint32_t)ids.cols) + edge % (uint32_t)ids.cols);
+    };
     for (uint32_t i = from; i < from + run && i < edges; i += WARP) {
-        int e = edge_expert(ids, i + (uint32_t)lane, edges, first, count);
-        uint32_t same = __match_any_sync(EVERY_LANE, e);
+        e = edge_expert(ids, i + (uint32_t)lane, edges, first, count);
+        if (PART != SORT_COUNT && once && e >= 0)
+            factor = factor_of(i + (uint32_t)lane);
+        same = __match_any_sync(EVERY_LANE, e);
         if (e >= 0 && lane == __ffs((int)same) - 1)
             mine[e] += __popc(same);
         __syncwarp();
     }
     __syncthreads();
+    if (PART == SORT_PLACE) {
+        after_previous();
+        let_next();
+    }
     int32_t all = 0, before = 0;
     if (me < count) {
 #pragma unroll 8
@@ -119,51 +151,48 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
         }
     }
 #if __CUDA_ARCH__ >= 900
-    if (PART == SORT_ALL && gridDim.x > 1) {
+    if (PART == SORT_ALL && gridDim.x > 1 && !alone) {
+        int32_t *total = start + count;
         if (me < count)
-            total[me] = all;
-        cluster_meet();
+#pragma unroll
+            for (int i = 0; i < SORT_CLUSTER; i++)
+                cluster_send4(shared_at(&total[(int)blockIdx.x * count + me]), shared_at(&told), i, (uint32_t)all);
+        if (me == 0)
+            barrier_expect(shared_at(&told), SORT_CLUSTER * (uint32_t)count * sizeof *total);
+        barrier_wait(shared_at(&told), 0);
         all = 0;
         if (me < count)
+#pragma unroll
             for (int i = 0; i < SORT_CLUSTER; i++) {
-                int32_t theirs = cluster_load(shared_at(&total[me]), i);
+                int32_t theirs = total[i * count + me];
                 before += i < (int)blockIdx.x ? theirs : 0;
                 all += theirs;
             }
-        cluster_meet(); /* no block leaves while others read its totals */
     }
 #endif
-    int32_t begin = sum_before(all, sums);
+    const bool rides = me == w.shared;
+    const int32_t there = rides ? (int32_t)riding : all, cut = rides ? SHARED_TILE : most;
+    const int32_t tiles = (there + cut - 1) / cut;
+    const int32_t longest = tiles > 0 ? (there + tiles - 1) / tiles : most;
+    if (blockIdx.x == 0 && tiles > 0) {
+        atomicAdd(&longer[most - longest], tiles);
+        atomicMax(&widest, gemm_width(longest));
+    }
+    int32_t begin = sum_before(all, sums[0]);
     if (me < count)
         start[me] = begin + before;
     if (blockIdx.x == 0) {
-        int32_t cut = most;
-        if (me == w.shared) {
-            all = (int32_t)riding;
-            begin = w.shared_first;
-            cut = SHARED_TILE;
-        }
         /* Blocks take tiles in turn: where those of a turn are alike, none has more to do than another. */
-        int32_t tiles = (all + cut - 1) / cut, longest = tiles > 0 ? (all + tiles - 1) / tiles : most;
-        if (me < most)
-            longer[me] = 0; /* tiles of most - me places, then of more */
-        __syncthreads();
-        if (tiles > 0)
-            atomicAdd(&longer[most - longest], tiles);
-        __syncthreads();
-        int32_t alike = me < most ? longer[me] : 0, before_these = sum_before(alike, sums);
+        int32_t alike = me < most ? longer[me] : 0, before_these = sum_before(alike, sums[1]);
         if (me < most)
             longer[me] = before_these;
         __syncthreads();
         int32_t tile = tiles > 0 ? atomicAdd(&longer[most - longest], tiles) : 0;
-        for (int32_t i = 0, at = begin; i < tiles; i++) {
-            int32_t places = all / tiles + (i < all % tiles);
+        for (int32_t i = 0, at = rides ? w.shared_first : begin; i < tiles; i++) {
+            int32_t places = there / tiles + (i < there % tiles);
             w.tile[tile + i] = make_int4(me, at, places, 0);
             at += places;
         }
-        if (tiles > 0)
-            atomicMax(&widest, gemm_width(longest));
-        __syncthreads();
         if (me == SORT_THREADS - 1) {
             w.head[0] = before_these + alike;
             w.head[1] = widest;
@@ -174,9 +203,11 @@ static __global__ void __launch_bounds__(SORT_THREADS, 1)
     __syncthreads();
     for (uint32_t i = from; i < from + run && i < edges; i += WARP) {
         uint32_t edge = i + (uint32_t)lane, token = edge / (uint32_t)ids.cols;
-        int e = edge_expert(ids, edge, edges, first, count);
-        float factor = e >= 0 ? row_of<float>(weights, token)[edge % (uint32_t)ids.cols] : 0;
-        uint32_t same = __match_any_sync(EVERY_LANE, e);
+        if (!once) {
+            e = edge_expert(ids, edge, edges, first, count);
+            factor = e >= 0 ? factor_of(edge) : 0;
+            same = __match_any_sync(EVERY_LANE, e);
+        }
         int32_t place = e >= 0 ? start[e] + mine[e] + __popc(same & ((1u << lane) - 1)) : 0;
         __syncwarp();
         if (e >= 0) {
@@ -548,14 +579,15 @@ static status sort(cuda *c, const tensor *ids, const tensor *weights, const expe
     status st = OK;
     void (*const part[])(tensor, tensor, int, int, int, bool,
                          worklist) = {sort_kernel<SORT_ALL>, sort_kernel<SORT_COUNT>, sort_kernel<SORT_PLACE>};
-    const int most_room = (SORT_WARPS + 2) * SUM_TREE_EXPERTS * (int)sizeof(int32_t); /* one limit for all threads */
-    size_t room = (size_t)(SORT_WARPS + 2) * (size_t)e->count * sizeof(int32_t);
+    const int columns = SORT_WARPS + 1 + (cuda_is_hopper(c) ? SORT_CLUSTER : 0);
+    const int most_room = columns * SUM_TREE_EXPERTS * (int)sizeof(int32_t); /* one limit for all threads */
+    size_t room = (size_t)columns * (size_t)e->count * sizeof(int32_t);
     int64_t edges = ids->rows * ids->cols, blocks = (edges + SORT_THREADS - 1) / SORT_THREADS;
     bool few = edges <= SORT_FEW;
     unsigned cluster = few && cuda_is_hopper(c) ? SORT_CLUSTER : 1;
     blocks = few ? cluster : blocks < SORT_BLOCKS ? blocks : (int64_t)SORT_BLOCKS;
     for (int i = few ? 0 : 1; st == OK && i < (few ? 1 : 3); i++) {
-        bool settled = c->settled;
+        bool settled = c->settled || i == 2;
         st = cuda_check(cudaFuncSetAttribute(part[i], cudaFuncAttributeMaxDynamicSharedMemorySize, most_room),
                         "sort of edges by expert", __FILE__, __LINE__);
         if (st == OK)

@@ -104,24 +104,24 @@ static __device__ __forceinline__ void cluster_wait()
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-/* The word at the same shared address of the cluster's block `rank`. */
-static __device__ __forceinline__ int32_t cluster_load(uint32_t at, int rank)
-{
-    uint32_t there;
-    int32_t value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
-    return value;
-}
-
-/* Eight bytes to the same shared address of the cluster's block `rank`, whose barrier counts them as it does bulk
- * copies. */
+/* Eight or four bytes to the same shared address of the cluster's block `rank`, whose barrier counts them as it does
+ * bulk copies. */
 static __device__ __forceinline__ void cluster_send8(uint32_t at, uint32_t barrier, int rank, uint64_t value)
 {
     uint32_t there, barrier_there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(rank));
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(there), "l"(value),
+                 "r"(barrier_there)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void cluster_send4(uint32_t at, uint32_t barrier, int rank, uint32_t value)
+{
+    uint32_t there, barrier_there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(rank));
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(value),
                  "r"(barrier_there)
                  : "memory");
 }

@@ -839,7 +839,7 @@ static void live(int slot_count, block_rule k, const route_rule *r, int layers, 
     tensor ids = fixture_ints(z.rows, r->top_k), weights = fixture_tensor(z.rows, r->top_k, 1);
     tensor gz = mirror_same(&z), gbias = mirror_same(&bias), gids = mirror_same(&ids), gweights = mirror_same(&weights);
     int done = 0, broken = 0, hot = 0;
-    for (int step = 0; step < forwards; step++) {
+    for (int step = 0; step < forwards || (!done && step < 50 * forwards); step++) { /* few slots may need longer */
         slot *all = x.s.slot.data;
         for (int i = 0; i < slot_count; i++)
             if (all[i].state == SLOT_IDLE && rand() % 3) {

@@ -117,20 +117,20 @@ demo() {
     done
     return $rc
 }
-sanitize() { # sanitize TOOL PROGRAM TEST...: single tests by name, 30 s each
+sanitize() { # sanitize TOOL PROGRAM TEST...: single tests by name, 60 s each
     local tool=$1 program=$2 rc=0 test
     shift 2
     for test; do
         echo "== $tool $program $test"
-        timeout -k 5 30 "$sanitizer" --tool "$tool" --error-exitcode 9 "$build/$program" "$test" 2>&1 || { echo "status $?"; rc=1; }
+        timeout -k 5 60 "$sanitizer" --tool "$tool" --error-exitcode 9 "$build/$program" "$test" 2>&1 || { echo "status $?"; rc=1; }
     done
     return $rc
 }
 sanitize_all() {
     local rc=0
-    sanitize memcheck test_cuda test_embed test_merge test_norm test_rotate test_route test_no_slots || rc=1
+    sanitize memcheck test_cuda test_embed test_add_norm test_merge test_norm test_rotate test_route test_support test_no_slots || rc=1
     sanitize racecheck test_cuda test_norm test_rotate || rc=1
-    sanitize memcheck test_cuda_kernels test_head test_attention test_experts test_products || rc=1
+    sanitize memcheck test_cuda_kernels test_head test_attention test_experts test_riding test_products || rc=1
     return $rc
 }
 bench() { # LLaDA2.0-mini: dense at every batch, then at the pace of a real decode
@@ -185,7 +185,7 @@ demos=$!
 wanted lane || rm -f "$out/lane.log" # its figures are judged in gpus
 wanted twin && part twin 90 gpu_tests twin
 wanted golden && part golden 60 gpu_tests golden
-wanted sanitizer && part sanitizer 100 sanitize_all
+wanted sanitizer && part sanitizer 180 sanitize_all
 wanted bench && SHOW=150 part bench 200 bench
 wanted lane && part lane 100 lane
 wanted ranks && SHOW=40 part ranks 210 bash tests/ranks/gpus.sh "$PWD/$build/epoch" $transports

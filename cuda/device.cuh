@@ -60,9 +60,9 @@ static inline bool vectors_fit(const tensor &t, int v)
  * calls after_previous() first; all kernels launched this way have threads that do. Then all earlier kernels have ended
  * and what they wrote is visible: each waits for the one before it, and so for all.
  *
- * A kernel K that calls let_next() only behind after_previous() lets the next one, N, begin when a thread of each of its
- * blocks has seen all before K end. So N, before its own after_previous(), may already read what kernels before K wrote
- * and K does not write; past L1, which nothing has emptied for it. The launcher of K says so behind its launch:
+ * A kernel K that calls let_next() only behind after_previous() lets the next one, N, begin when a thread of each of
+ * its blocks has seen all before K end. So N, before its own after_previous(), may already read what kernels before K
+ * wrote and K does not write; past L1, which nothing has emptied for it. The launcher of K says so behind its launch:
  * cuda.settled holds until the next launch, whose launcher is N's. */
 
 static __device__ __forceinline__ void after_previous()

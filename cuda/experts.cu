@@ -69,7 +69,7 @@ template <sort_part PART>
 static __global__ void __launch_bounds__(SORT_THREADS, 1)
     sort_kernel(tensor ids, tensor weights, int first, int count, int most, bool settled, worklist w)
 {
-    extern __shared__ int32_t sort_room[]; /* [SORT_WARPS, count] counts, [count] starts, [blocks of a cluster, count] */
+    extern __shared__ int32_t sort_room[]; /* [SORT_WARPS, count] counts, [count] starts, [cluster, count] */
     __shared__ int32_t sums[2][SORT_WARPS], widest, longer[EXPERT_TOKENS]; /* tiles of most - i places, then of more */
 #if __CUDA_ARCH__ >= 900
     __shared__ uint64_t told; /* a barrier */
@@ -488,8 +488,8 @@ static __global__ void __launch_bounds__(SUM_THREADS, LEVELS > 3 ? 1 : 2)
     }
 }
 
-/* Many tokens: the same sums by stream.cuh, a piece of a token's row an item, in turns, since a sum that goes to another
- * GPU takes longer. No away.pieces: to y. */
+/* Many tokens: the same sums by stream.cuh, a piece of a token's row an item, in turns, since a sum that goes to
+ * another GPU takes longer. No away.pieces: to y. */
 enum { SUM_MANY = 1024, SUM_SLOT = STREAM_COLUMNS * (int)sizeof(bf16) };
 
 template <int LEVELS>

@@ -263,8 +263,8 @@ static __device__ __forceinline__ void copies_arrive(uint32_t barrier)
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Shared memory that threads wrote or read (this one, or others whose barrier this one has waited for) may now be read by
- * the tensor cores and the copy engine, or written by that: for this thread, or behind a barrier for others. */
+/* Shared memory that threads wrote or read (this one, or others whose barrier this one has waited for) may now be read
+ * by the tensor cores and the copy engine, or written by that: for this thread, or behind a barrier for others. */
 static __device__ __forceinline__ void fence_written()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

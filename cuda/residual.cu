@@ -23,7 +23,7 @@ typedef struct residual_op {
     slots s;
     block_rule k;
     cuda_terms t;
-    bool settled;              /* what find_routed and find_edges read is there before after_previous() */
+    bool settled;              /* what find_part reads is there before after_previous() */
     volatile int32_t *reached; /* in host memory: one write across the bus, for which nothing waits */
 } residual_op;
 

@@ -199,9 +199,9 @@ static __device__ __forceinline__ void send(const row_part &p, const lsa &m, con
     }
 }
 
-/* The n rows, none where `broken` is set. A warp's first one is its number, and asked for before the warp waits for these
- * two and for `home`; further ones are whose turn it is, since some blocks get more of the link than others. All threads
- * call. */
+/* The n rows, none where `broken` is set. A warp's first one is its number, and asked for before the warp waits for
+ * these two and for `home`; further ones are whose turn it is, since some blocks get more of the link than others. All
+ * threads call. */
 static __device__ void push_rows(const lsa &m, const tensor &x, const tensor &ids, const tensor &weights,
                                  const lsa_home *home, int &n, int &broken, push_counts &c)
 {
@@ -349,9 +349,9 @@ template <bool HALF> static __device__ __forceinline__ int column(int lane, int 
     return HALF ? lane * V + four * 4 : four * (PART / 2) + lane * 4;
 }
 
-/* An edge of a row, in a lane of its own: the lanes of a row are neighbours. Where the sum of its unit lies, if it opens
- * one, and how that joins the one before: -2, there is none; -1, in the same shard; else at this level. Rows of BF16
- * have bit 0 of their address set. */
+/* An edge of a row, in a lane of its own: the lanes of a row are neighbours. Where the sum of its unit lies, if it
+ * opens one, and how that joins the one before: -2, there is none; -1, in the same shard; else at this level. Rows of
+ * BF16 have bit 0 of their address set. */
 typedef struct fold_edge {
     const char *from;
     int way;
@@ -480,7 +480,7 @@ static __global__ void __launch_bounds__(STREAM_THREADS, LEVELS > 3 ? 1 : 2)
     stream_open<FOLD_SLOT>(room);
     after_previous();
     int lane = (int)threadIdx.x % WARP;
-    for (int r = (int)threadIdx.x; r < m.size && blockIdx.x == 0; r += STREAM_THREADS) /* before all else: others wait */
+    for (int r = (int)threadIdx.x; r < m.size && blockIdx.x == 0; r += STREAM_THREADS) /* first: others wait */
         tell_behind(ready_at(m, r, m.rank), *m.epoch, 0);
     int pieces = stream_pieces(m.hidden), columns = stream_columns(m.hidden), rows = 0, sums = 0;
     int items = (int)used_rows(ids) * pieces;

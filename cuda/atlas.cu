@@ -660,14 +660,15 @@ extern "C" status cuda_support(backend *b, plans *p, int layer, const tensor *z,
     UNIVERSE_LAUNCH(st, z, g.bias, launch_test, (c, g));
     if (st != OK)
         return st;
-    size_t workshop = bench_bytes(r->experts, large ? SPREAD : 1);
+    const int blocks = large ? SPREAD : 1;
     auto kernel = large ? build_kernel<SPREAD> : build_kernel<1>;
     st = cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         (int)bench_bytes(SUM_TREE_EXPERTS, SPREAD)), "support", __FILE__, __LINE__);
+                                         (int)bench_bytes(SUM_TREE_EXPERTS, blocks)), /* one limit for all threads */
+                    "support", __FILE__, __LINE__);
     if (st != OK)
         return st;
-    st = launch_clusters(c, "support", kernel, (unsigned)(p->cohort_count * (large ? SPREAD : 1)),
-                         large ? SPREAD_THREADS : BUILD_THREADS, workshop, large ? SPREAD : 1, g);
+    st = launch_clusters(c, "support", kernel, (unsigned)(p->cohort_count * blocks),
+                         large ? SPREAD_THREADS : BUILD_THREADS, bench_bytes(r->experts, blocks), (unsigned)blocks, g);
     c->settled = st == OK;
     return st;
 }

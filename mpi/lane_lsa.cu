@@ -138,6 +138,7 @@ typedef struct push_counts { /* by rank */
     int32_t sent[LSA_KINDS][LSA_RANKS];      /* by this block */
     int32_t rows[LSA_RANKS], got[LSA_RANKS]; /* that it has; that came from it */
 } push_counts;
+static_assert((int)PUSH_THREADS >= (int)LSA_KINDS * LSA_RANKS, "each of a block's counts has a thread");
 
 enum { AT_ONCE = 8 /* vectors a thread holds of a row */, WORDS = 16 /* at least 1 + PULSE */ };
 

@@ -18,8 +18,8 @@ enum { EXPERT_TOKENS = 288 }; /* most places of a tile */
 typedef struct worklist {
     int32_t *head;     /* tiles, the widest one's tokens (a multiple of 8), turns taken by sums, places */
     int4 *tile;        /* expert of this rank, first place, places; the most places first */
-    int32_t *token_at; /* [places] */
-    float *factor_at;  /* [places]: the edge's weight */
+    int32_t *token_at; /* [edges], by place: of the routed experts' places alone */
+    float *factor_at;  /* [edges], likewise: the edge's weight */
     int32_t *place_of; /* [edges]; of an edge to another rank or none: not written */
     int32_t *counted;  /* [SORT_BLOCKS, experts of this rank]: edges of each block's run, where several sort */
     tensor all;        /* the shared expert's rows; no rows: none rides */

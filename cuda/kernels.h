@@ -139,13 +139,12 @@ status cuda_matmul(backend *b, tensor *y, const tensor *x, const tensor *w);
 status cuda_router(cuda *c, tensor *y, const tensor *x, const tensor *w);
 /* dense.cu. `both` is used where the shapes are not those of the one kernel. */
 status cuda_gated(backend *b, tensor *y, tensor *both, const tensor *x, const tensor *w);
-/* experts.cu. */
-bool cuda_rides(backend *b, const tensor *x, const expert_set *e, const shared_set *s);
-/* A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the
+/* experts.cu. A token without an edge in a unit: its row is written as zeros where the rank has one unit, so that the
  * lane of one rank hands the sums on without touching them; otherwise it is not written. y without data: the terms stay
  * in the scratch, c->terms says where, and cuda_merge sums them. */
 status cuda_experts(backend *b, tensor *y, const tensor *x, const tensor *ids, const tensor *weights,
                     const expert_set *e);
+bool cuda_rides(backend *b, const tensor *x, const expert_set *e, const shared_set *s);
 /* attention.cu */
 status cuda_attend(backend *b, tensor *y, const tensor *qkv, const kv_pool *kv, int layer, const batch *in,
                    const slots *s, const attention_rule *r);

@@ -166,7 +166,7 @@ typedef struct expert_set {
     const shared_set *shared; /* it goes along with them (see rides); NULL: none does */
 } expert_set;
 
-/* Possible rows up to which a shared expert `rides` on CUDA. */
+/* Possible rows up to which a shared expert `rides` on CUDA; of more, two products beside are as fast. */
 enum { RIDES_MOST = 1088 };
 
 /* Edges times H that the CUDA `experts` takes at most at once: it numbers them in 32 bits, four columns together, or

@@ -259,7 +259,8 @@ static void ceilings(void)
 
 /* ---- the cases */
 
-/* `gated`: the op makes half as many outs of it. As in an iteration, twice as many rows and a block more are possible. */
+/* `gated`: the op makes half as many outs of it. As in an iteration, twice as many rows and a block more are
+ * possible. */
 static void product_case(const char *name, int64_t rows, int64_t in, int64_t out, dtype type, bool gated)
 {
     const int64_t possible = 2 * rows + 32;

@@ -79,6 +79,12 @@ static void check_golden(const weights *w, bool matrices_rounded, bool others_ro
     OTHER(l[2].router_bias, 0, 11, 0x1.037eb4p-5, 0x1.037eb4p-5); /* stored in F32 in both */
 }
 
+static bool lies_behind(const tensor *t, const tensor *next)
+{
+    size_t bytes = (size_t)(t->rows * t->ld) * dtype_bytes(t->type);
+    return (const char *)next->data == (const char *)t->data + bytes && next->ld == t->ld && next->cols == t->cols;
+}
+
 static void test_real_values(void **state)
 {
     (void)state;
@@ -95,6 +101,11 @@ static void test_real_values(void **state)
         assert_null(m.w->layer[0].router.data);
         assert_true(m.w->layer[1].sparse && m.w->layer[2].sparse);
         assert_null(m.w->layer[1].gate_up.data);
+        for (int i = 1; i < 3; i++) { /* or no shared expert would ride (backend.h) */
+            const layer_weights *l = &m.w->layer[i];
+            assert_true(lies_behind(&l->experts.gate_up, &l->shared_gate_up));
+            assert_true(lies_behind(&l->experts.down, &l->shared_down));
+        }
         unload(&m);
         assert_int_equal(load(&m, GOLDEN_F32, held, 0, 1), OK);
         check_golden(m.w, held == BF16, false);

@@ -203,7 +203,8 @@ typedef struct layer {
 } layer;
 
 static const layer layers[] = {{16, 4, 4, 64, 32, 70},    {20, 10, 3, 50, 37, 70},   {32, 4, 4, 256, 64, 1100},
-                               {24, 8, 6, 320, 192, 1100}, {256, 8, 8, 128, 64, 2500}, {8, 1, 8, 2048, 512, 33}};
+                               {24, 8, 6, 320, 192, 1100}, {256, 8, 8, 128, 64, 2500}, {8, 1, 8, 2048, 512, 33},
+                               {24, 12, 6, 320, 64, 70},  {40, 8, 10, 320, 64, 70}};
 enum { LAYERS = sizeof layers / sizeof *layers, KINDS = 4 };
 
 /* Ascending ids, -1 behind the last. kind 0: top_k of all; 1: all tokens on one expert; 2: any number, none among them;

@@ -34,6 +34,7 @@ enum {
     SORT_THREADS = SORT_WARPS * WARP,
     SORT_CLUSTER = 8,
     SORT_FEW = 17 << 10, /* possible edges, some half of them there, that one cluster sorts sooner than two kernels */
+    SORT_FEWEST = 4096,  /* the same of one block, on a GPU without clusters */
     SHARED_TILE = 64 /* most rows of the shared expert's tiles: wider ones would leave the others' a shorter ring */
 };
 
@@ -583,7 +584,7 @@ static status sort(cuda *c, const tensor *ids, const tensor *weights, const expe
     const int most_room = columns * SUM_TREE_EXPERTS * (int)sizeof(int32_t); /* one limit for all threads */
     size_t room = (size_t)columns * (size_t)e->count * sizeof(int32_t);
     int64_t edges = ids->rows * ids->cols, blocks = (edges + SORT_THREADS - 1) / SORT_THREADS;
-    bool few = edges <= SORT_FEW;
+    bool few = edges <= (cuda_is_hopper(c) ? SORT_FEW : SORT_FEWEST);
     unsigned cluster = few && cuda_is_hopper(c) ? SORT_CLUSTER : 1;
     blocks = few ? cluster : blocks < SORT_BLOCKS ? blocks : (int64_t)SORT_BLOCKS;
     for (int i = few ? 0 : 1; st == OK && i < (few ? 1 : 3); i++) {

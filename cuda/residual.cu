@@ -568,10 +568,10 @@ extern "C" status cuda_merge(backend *b, const residual *r, const tensor *packed
     cuda *c = cuda_of(b);
     residual_op a = {*r, (const float *)r->norm->data, *packed, *shared, *cache, layer, *in, *s, *k, c->terms};
     assert(packed->type == F32 && cache->type == BF16 && cache->cols == r->x.cols);
-    assert(!shared->data || (shared->type == BF16 && shared->cols == r->x.cols && shared->rows >= r->x.rows));
+    if (!packed->data && !shared->data)
+        a.shared = c->terms.shared;
+    assert(!a.shared.data || (a.shared.type == BF16 && a.shared.cols == r->x.cols && a.shared.rows >= r->x.rows));
     if (packed->data)
         return end<FROM_PACKED>(c, a, "merge");
-    if (!shared->data)
-        a.shared = c->terms.shared;
     return c->terms.shards <= LEAVES ? end<FROM_TERMS>(c, a, "merge") : end<FROM_MANY_TERMS>(c, a, "merge");
 }

@@ -481,23 +481,7 @@ static __global__ void __launch_bounds__(some_room<SIDES>::THREADS)
         if constexpr (N <= MOST)                                 \
             some_multiply<N>(acc, ring, p, done, box_at, steps); \
         break;
-            EPOCH_CASE(8)
-            EPOCH_CASE(16)
-            EPOCH_CASE(32)
-            EPOCH_CASE(48)
-            EPOCH_CASE(64)
-            EPOCH_CASE(80)
-            EPOCH_CASE(96)
-            EPOCH_CASE(112)
-            EPOCH_CASE(128)
-            EPOCH_CASE(144)
-            EPOCH_CASE(160)
-            EPOCH_CASE(176)
-            EPOCH_CASE(192)
-            EPOCH_CASE(208)
-            EPOCH_CASE(224)
-            EPOCH_CASE(240)
-            EPOCH_CASE(256)
+            GEMM_WIDTHS(EPOCH_CASE)
 #undef EPOCH_CASE
         }
         const int n = __shfl_sync(EVERY_LANE, used < (int)op.in.rows ? used : (int)op.in.rows, 0);

@@ -93,6 +93,11 @@ typedef struct gemm_tile {
     int first, rows;   /* tokens */
 } gemm_tile;
 
+/* CASE(N) for each width of the instruction; above 256 they are two. */
+#define GEMM_WIDTHS(CASE) \
+    CASE(8) CASE(16) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(112) CASE(128) CASE(144) CASE(160) CASE(176) \
+    CASE(192) CASE(208) CASE(224) CASE(240) CASE(256) CASE(272) CASE(288)
+
 /* The width of the instruction for so many tokens. */
 static __host__ __device__ __forceinline__ int gemm_width(int rows)
 {
@@ -303,25 +308,7 @@ static __device__ void gemm_consume(const OP &op, const gemm_shape &s, const gem
         if constexpr (N <= OP::TOKENS)                         \
             gemm_multiply<OP, N>(acc, ring, p, s.steps, side); \
         break;
-                EPOCH_CASE(8)
-                EPOCH_CASE(16)
-                EPOCH_CASE(32)
-                EPOCH_CASE(48)
-                EPOCH_CASE(64)
-                EPOCH_CASE(80)
-                EPOCH_CASE(96)
-                EPOCH_CASE(112)
-                EPOCH_CASE(128)
-                EPOCH_CASE(144)
-                EPOCH_CASE(160)
-                EPOCH_CASE(176)
-                EPOCH_CASE(192)
-                EPOCH_CASE(208)
-                EPOCH_CASE(224)
-                EPOCH_CASE(240)
-                EPOCH_CASE(256)
-                EPOCH_CASE(272)
-                EPOCH_CASE(288)
+                GEMM_WIDTHS(EPOCH_CASE)
 #undef EPOCH_CASE
             }
             if (OP::FACTORS) {

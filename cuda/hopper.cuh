@@ -104,13 +104,19 @@ static __device__ __forceinline__ void cluster_wait()
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
+/* A shared address in the cluster's block `rank`. */
+static __device__ __forceinline__ uint32_t cluster_at(uint32_t at, int rank)
+{
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+
 /* Eight or four bytes to the same shared address of the cluster's block `rank`, whose barrier counts them as it does
  * bulk copies. */
 static __device__ __forceinline__ void cluster_send8(uint32_t at, uint32_t barrier, int rank, uint64_t value)
 {
-    uint32_t there, barrier_there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(rank));
+    uint32_t there = cluster_at(at, rank), barrier_there = cluster_at(barrier, rank);
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(there), "l"(value),
                  "r"(barrier_there)
                  : "memory");
@@ -118,9 +124,7 @@ static __device__ __forceinline__ void cluster_send8(uint32_t at, uint32_t barri
 
 static __device__ __forceinline__ void cluster_send4(uint32_t at, uint32_t barrier, int rank, uint32_t value)
 {
-    uint32_t there, barrier_there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(rank));
+    uint32_t there = cluster_at(at, rank), barrier_there = cluster_at(barrier, rank);
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(value),
                  "r"(barrier_there)
                  : "memory");
@@ -129,9 +133,8 @@ static __device__ __forceinline__ void cluster_send4(uint32_t at, uint32_t barri
 /* Four floats at the same shared address of the cluster's block `rank`. */
 static __device__ __forceinline__ float4 cluster_load4(uint32_t at, int rank)
 {
-    uint32_t there;
+    uint32_t there = cluster_at(at, rank);
     float4 v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(there)

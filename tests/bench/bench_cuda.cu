@@ -398,28 +398,42 @@ static void route(void)
     route_case(16384, 8);
 }
 
+/* All of a layer's experts on one rank. */
+static expert_set random_experts(int count, int inner, int hidden, const sum_tree *tree)
+{
+    return {.gate_up = random_tensor(BF16, (int64_t)count * 2 * inner, hidden, 0.05f),
+            .down = random_tensor(BF16, (int64_t)count * hidden, inner, 0.05f),
+            .first = 0,
+            .count = count,
+            .inner = inner,
+            .tree = tree,
+            .rank = 0};
+}
+
+/* top_k different ones of the first `support` experts, ascending, at random. */
+static void draw_experts(std::vector<int32_t> &ids, int support, int top_k)
+{
+    for (int e = 0, n = 0; e < support && n < top_k; e++)
+        if (rand() % (support - e) < top_k - n) {
+            ids.push_back(e);
+            n++;
+        }
+}
+
 /* top_k of the first `support` experts of `count`, at random. */
 static void expert_case(int rows, int hidden, int inner, int count, int support, int top_k, bool each)
 {
     char what[96];
-    std::vector<int32_t> ids((size_t)rows * (size_t)top_k);
+    std::vector<int32_t> ids;
     std::vector<char> touched((size_t)count);
     for (int i = 0; i < rows; i++)
-        for (int e = 0, n = 0; e < support && n < top_k; e++)
-            if (rand() % (support - e) < top_k - n) {
-                ids[(size_t)(i * top_k + n++)] = e;
-                touched[(size_t)e] = 1;
-            }
+        draw_experts(ids, support, top_k);
+    for (int32_t e : ids)
+        touched[(size_t)e] = 1;
     double experts = (double)std::count(touched.begin(), touched.end(), 1), edges = (double)rows * top_k;
     sum_tree *tree;
     must(sum_tree_open(&tree, count, 8, 1));
-    expert_set set = {.gate_up = random_tensor(BF16, (int64_t)count * 2 * inner, hidden, 0.05f),
-                      .down = random_tensor(BF16, (int64_t)count * hidden, inner, 0.05f),
-                      .first = 0,
-                      .count = count,
-                      .inner = inner,
-                      .tree = tree,
-                      .rank = 0};
+    expert_set set = random_experts(count, inner, hidden, tree);
     tensor x = random_tensor(BF16, rows, hidden, 1), weights = random_tensor(F32, rows, top_k, 1);
     tensor y = random_tensor(F32, rows, hidden, 1), id = upload_ints(ids, top_k);
     double bytes = experts * 6.0 * hidden * inner + 6.0 * rows * hidden, operations = 6.0 * edges * hidden * inner;
@@ -458,24 +472,14 @@ static void residual_case(int rows, int hidden, int inner)
     for (slot &s : state)
         s.fresh = slot_mask(block);
     for (int i = 0; i < rows; i++) {
-        for (int e = 0, n = 0; e < count && n < top_k; e++)
-            if (rand() % (count - e) < top_k - n) {
-                ids.push_back(e);
-                n++;
-            }
+        draw_experts(ids, count, top_k);
         order.push_back(i);
         position.push_back(i % block);
         owner.push_back(i / block);
     }
     sum_tree *tree;
     must(sum_tree_open(&tree, count, 8, 1));
-    expert_set set = {.gate_up = random_tensor(BF16, (int64_t)count * 2 * inner, hidden, 0.05f),
-                      .down = random_tensor(BF16, (int64_t)count * hidden, inner, 0.05f),
-                      .first = 0,
-                      .count = count,
-                      .inner = inner,
-                      .tree = tree,
-                      .rank = 0};
+    expert_set set = random_experts(count, inner, hidden, tree);
     batch in = {};
     in.position = upload_ints(position, 1);
     in.slot = upload_ints(owner, 1);

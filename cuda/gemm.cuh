@@ -466,30 +466,40 @@ static __device__ __forceinline__ void gemm_put_rows(const float (&acc)[COUNT], 
                          v[h][2], v[h][3]);
 }
 
-/* The way out of a box of any size by tile.rows tokens, to y(first + token) + column, by hand: 64 tokens at a time,
- * each half of some room in turn. */
+/* The way out of a box of any size, rows of ROW bytes, by tile.rows tokens, to y(first + token) + column, by hand: 64
+ * tokens at a time, each half of some room in turn. put(j, to) writes those from 8 j on. */
+template <int ROW, class PUT>
+static __device__ __forceinline__ void gemm_by_hand(const gemm_tile &tile, int side, uint32_t room, bf16 *y,
+                                                    int64_t ldy, int column, const PUT &put)
+{
+    enum { CHUNKS = ROW / 16, SHIFT = CHUNKS == 8 ? 3 : 2, AT_ONCE = 128 / CHUNKS };
+    const int me = (int)threadIdx.x % 128, chunk = me & (CHUNKS - 1);
+#pragma unroll
+    for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
+        if (8 * j >= tile.rows)
+            break;
+        uint32_t half = room + (uint32_t)((j / 8 & 1) * 64 * ROW);
+        put(j, half);
+        meet(2 + side, 128);
+#pragma unroll
+        for (int i = 0; i < 64 / AT_ONCE; i++) {
+            int token = (me >> SHIFT) + AT_ONCE * i;
+            int place = ROW == TILE_ROW ? chunk ^ (token & 7) : chunk ^ (token >> 1 & 3);
+            if (8 * j + token < tile.rows && chunk * (8 * TILE_ROW / ROW) < tile.outs)
+                global_store16(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8,
+                               shared_load16(half + (uint32_t)(token * ROW + (place << 4))));
+        }
+    }
+    meet(2 + side, 128); /* the room may be written again */
+}
+
 template <int COUNT, class WITH>
 static __device__ __forceinline__ void gemm_rows_by_hand(const float (&acc)[COUNT], const gemm_tile &tile, int side,
                                                          uint32_t room, bf16 *y, int64_t ldy, int column,
                                                          const WITH &with)
 {
-    const int me = (int)threadIdx.x % 128, chunk = me & 7;
-#pragma unroll
-    for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
-        if (8 * j >= tile.rows)
-            break;
-        uint32_t half = room + (uint32_t)((j / 8 & 1) * 64 * TILE_ROW);
-        gemm_put_rows(acc, j, j + 8, half, with);
-        meet(2 + side, 128);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int token = (me >> 3) + 16 * i;
-            if (8 * j + token < tile.rows && chunk * 8 < tile.outs)
-                global_store16(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8,
-                               shared_load16(half + (uint32_t)(token * TILE_ROW + ((chunk ^ (token & 7)) << 4))));
-        }
-    }
-    meet(2 + side, 128); /* the room may be written again */
+    gemm_by_hand<TILE_ROW>(tile, side, room, y, ldy, column,
+                           [&](int j, uint32_t to) { gemm_put_rows(acc, j, j + 8, to, with); });
 }
 
 /* The way out of a box's outs by tile.rows tokens as they are, to y(first + token) + column. A narrow box's: by
@@ -542,25 +552,10 @@ template <int COUNT>
 static __device__ __forceinline__ void gemm_gated_by_hand(const float (&acc)[COUNT], const gemm_tile &tile, int side,
                                                           uint32_t room, bf16 *y, int64_t ldy, int column)
 {
-    enum { ROW = 64 };
-    const int me = (int)threadIdx.x % 128, chunk = me & 3;
-#pragma unroll
-    for (int j = 0; j < GEMM_TOKENS / 8; j += 8) {
-        if (8 * j >= tile.rows)
-            break;
-        uint32_t half = room + (uint32_t)((j / 8 & 1) * 64 * ROW);
-        gemm_put_gated(acc, j, half);
-        gemm_put_gated(acc, j + 4, half + 32 * ROW);
-        meet(2 + side, 128);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int token = (me >> 2) + 32 * i;
-            if (8 * j + token < tile.rows && chunk * 16 < tile.outs)
-                global_store16(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8,
-                               shared_load16(half + (uint32_t)(token * ROW + ((chunk ^ (token >> 1 & 3)) << 4))));
-        }
-    }
-    meet(2 + side, 128); /* the room may be written again */
+    gemm_by_hand<64>(tile, side, room, y, ldy, column, [&](int j, uint32_t to) {
+        gemm_put_gated(acc, j, to);
+        gemm_put_gated(acc, j + 4, to + 32 * 64);
+    });
 }
 
 /* The way out of a box that holds eight rows of gate, the eight of up that belong to them, and so on, so that a

@@ -269,7 +269,7 @@ static __global__ void __launch_bounds__(FEW_THREADS)
         bf16 *y = (bf16 *)op.y.data + first * op.y.ld + box * 8;
         const int here = n - first < N ? n - first : N;
         for (int i = me; i < here * CHUNKS; i += 128) {
-            int token = i / CHUNKS, chunk = i % CHUNKS, place = GATED ? chunk ^ (token >> 1 & 3) : chunk ^ (token & 7);
+            int token = i / CHUNKS, chunk = i % CHUNKS, place = gemm_place<CHUNKS * 16>(token, chunk);
             if (chunk < wide)
                 global_store16(y + token * op.y.ld + chunk * 8,
                                shared_load16(out + (uint32_t)(token * CHUNKS * 16 + (place << 4))));

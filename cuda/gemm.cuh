@@ -404,6 +404,12 @@ static status gemm_launch(cuda *c, const gemm_maps &maps, const OP &op, int64_t 
     return st == OK ? launch(c, what, kernel, grid, GEMM_THREADS, GEMM_SHARED, maps, op) : st;
 }
 
+/* Which 16 bytes of its row, of ROW bytes, chunk `chunk` of a token takes: as the copy engine's maps swizzle it. */
+template <int ROW> static __device__ __forceinline__ int gemm_place(int token, int chunk)
+{
+    return ROW == TILE_ROW ? chunk ^ (token & 7) : chunk ^ (token >> 1 & 3);
+}
+
 /* The way out of whole boxes: a tile's rows of ROW bytes, swizzled, wait in the warpgroup's room while the copy engine
  * brings them out and the next tile begins; the last ones go first, where there are more than the room holds.
  * `put(from, end)` writes those from `from` on to its beginning, as many as it holds or up to `end`. Rows behind the
@@ -434,7 +440,7 @@ static __device__ __forceinline__ void gemm_boxes_out(const gemm_tile &tile, int
         brought_commit();
         int token = (rows & ~7) + me / CHUNKS, chunk = me % CHUNKS;
         if (token < rows) {
-            int place = ROW == TILE_ROW ? chunk ^ (token & 7) : chunk ^ (token >> 1 & 3);
+            int place = gemm_place<ROW>(token, chunk);
             global_store16(y + (tile.first + from + token) * ldy + column + chunk * 8,
                            shared_load16(room + (uint32_t)(token * ROW + (place << 4))));
         }
@@ -462,8 +468,8 @@ static __device__ __forceinline__ void gemm_put_rows(const float (&acc)[COUNT], 
 #pragma unroll
     for (int h = 0; h < 4; h++)
         if (j + 2 * h < end)
-            store_across(to + (uint32_t)((16 * h + token) * TILE_ROW + ((chunk ^ (token & 7)) << 4)), v[h][0], v[h][1],
-                         v[h][2], v[h][3]);
+            store_across(to + (uint32_t)((16 * h + token) * TILE_ROW + (gemm_place<TILE_ROW>(token, chunk) << 4)),
+                         v[h][0], v[h][1], v[h][2], v[h][3]);
 }
 
 /* The way out of a box of any size, rows of ROW bytes, by tile.rows tokens, to y(first + token) + column, by hand: 64
@@ -484,7 +490,7 @@ static __device__ __forceinline__ void gemm_by_hand(const gemm_tile &tile, int s
 #pragma unroll
         for (int i = 0; i < 64 / AT_ONCE; i++) {
             int token = (me >> SHIFT) + AT_ONCE * i;
-            int place = ROW == TILE_ROW ? chunk ^ (token & 7) : chunk ^ (token >> 1 & 3);
+            int place = gemm_place<ROW>(token, chunk);
             if (8 * j + token < tile.rows && chunk * (8 * TILE_ROW / ROW) < tile.outs)
                 global_store16(y + (tile.first + 8 * j + token) * ldy + column + chunk * 8,
                                shared_load16(half + (uint32_t)(token * ROW + (place << 4))));
@@ -540,7 +546,7 @@ static __device__ __forceinline__ void gemm_put_gated(const float (&acc)[COUNT],
         v[h] = pair(silu(acc[b]) * acc[b + 2], silu(acc[b + 1]) * acc[b + 3]);
     }
     int token = lane % TOKENS;
-    uint32_t at = to + (uint32_t)(token * 64 + ((warp ^ (token >> 1 & 3)) << 4));
+    uint32_t at = to + (uint32_t)(token * 64 + (gemm_place<64>(token, warp) << 4));
     if constexpr (TOKENS == 32)
         store_across(at, v[0], v[1], v[2], v[3]);
     else
